@@ -72,6 +72,16 @@ def test_replacing_a_link_leaves_alone_what_it_points_to(tmp_path: Path) -> None
     assert sorted(os.listdir(tmp_path)) == ["file", "link"]
 
 
+def test_a_device_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to("/proc/self/fd/1")  # as /dev/stdout
+    (tmp_path / "null").symlink_to("/dev/null")
+    for path in (Path("/dev/null"), tmp_path / "null", tmp_path / "out"):
+        with pytest.raises(OSError, match="is a device"), replacing(path):
+            pass
+    assert Path("/dev/null").is_char_device()
+    assert sorted(os.listdir(tmp_path)) == ["null", "out"]
+
+
 def test_new_files_have_names_of_their_own_and_the_permissions_of_the_umask(tmp_path: Path) -> None:
     previous = os.umask(0o027)
     try:

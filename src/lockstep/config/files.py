@@ -146,8 +146,10 @@ def create_beside(path: Path) -> tuple[Path, int]:
     """A new, empty file in the folder of `path`, and its descriptor for writing.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be made, or `path` is a device, which root could replace by a file.
     """
+    if _is_device(path):
+        raise _wrong_kind("a device", path)
     temporary = temporary_beside(path)
     return temporary, open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
@@ -173,6 +175,17 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _is_device(path: Path) -> bool:
+    """Whether this is a device, as /dev/null, or stands for an open file, as /dev/stdout."""
+    try:
+        if path.is_symlink() and os.readlink(path).startswith("/proc/"):
+            return True
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
 
 
 def _wrong_kind(kind: str, path: Path) -> OSError:
