@@ -7,8 +7,17 @@ Importing this package imports neither torch nor anything else that is slow: eac
 from its module when it is first used.
 """
 
+import os as _os
+import resource as _resource
+import sys as _sys
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
+
+if _resource.getrlimit(_resource.RLIMIT_FSIZE)[0] != _resource.RLIM_INFINITY:
+    # Python puts bytecode in its place that such a limit has cut off, and then no process can
+    # import the module. So none is written, here and in ranks, of what is imported from here on.
+    _sys.dont_write_bytecode = True
+    _os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 
 from lockstep.comm.host import use_large_pages as _use_large_pages
 from lockstep.launching.rank.early import ending_at_interrupt as _ending_at_interrupt
