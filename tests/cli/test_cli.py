@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -146,3 +147,12 @@ def test_quiet_still_tells_of_warnings_and_errors(lockstep):
     assert done.returncode == 2
     assert "error: " in done.stderr
     assert told(done) == []
+
+
+def test_exit_codes_of_children_are_kept_where_their_signal_was_ignored(here):
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as some services start programs
+    try:
+        assert here("recipes").returncode == 0
+        assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGCHLD, before)

@@ -17,7 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from lockstep import __version__
 from lockstep.config.files import create_beside
 from lockstep.errors import DataError, LaunchError
-from lockstep.launching.job.preflight import address_space, temporary_folder
+from lockstep.launching.job.preflight import address_space, temporary_folder, threads
 from lockstep.launching.rank.early import ending_at_interrupt, is_rank
 from lockstep.launching.systems import CommandGroup
 
@@ -83,7 +83,7 @@ def importing(quiet: bool = False) -> Iterator[None]:
 @contextmanager
 def _importable() -> Iterator[None]:
     """Say in one message what torch, or what it imports, needs and does not find."""
-    if obstacle := address_space():
+    if obstacle := address_space() or threads():
         raise LaunchError(str(obstacle))
     try:
         yield

@@ -119,6 +119,19 @@ def test_nothing_differs_from_a_start_of_its_own(start: Start, tmp_path: Path) -
     assert len(set(draws)) == 9  # of three generators, three times
 
 
+def test_a_server_that_encodes_names_otherwise_forks_nothing(tmp_path: Path) -> None:
+    """A proxy reads no variables of Python, and a path that it sends may be none there."""
+    ascii_only = ENVIRONMENT | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    folder = tmp_path / "ä"
+    folder.mkdir()
+    with spawned(ascii_only, ()) as name:
+        argv = through_proxy([sys.executable, "-c", "print('ran')"], name)
+        ended = subprocess.run(
+            argv, cwd=folder, env=ascii_only, capture_output=True, text=True, timeout=60
+        )
+    assert (ended.stdout, ended.stderr) == ("ran\n", "")
+
+
 @pytest.mark.parametrize(
     "code",
     [

@@ -23,6 +23,7 @@ from lockstep.launching.host.parent_watch import bound_to_parent
 from lockstep.launching.host.processes import MARK, kill_marked
 from lockstep.launching.job.commands import RankCommand
 from lockstep.launching.job.job import GRACE_S, Job
+from lockstep.launching.job.preflight import resource_error
 from lockstep.launching.rank.process import PREEMPTED, Terminal
 from lockstep.observe.storing.jsonl import end_of_events, follow_events
 
@@ -138,6 +139,7 @@ def run_ranks(
 
     Raises:
         LaunchError: the ranks did not meet each other.
+        LockstepError: the system does not start the command.
         RunDirectoryError: the run directory cannot be used.
     """
     log, events = run_dir / LOG_NAME, run_dir / "events.jsonl"
@@ -151,7 +153,11 @@ def run_ranks(
                 rows.extend(follow_events(events, lambda: True, start=rows_start))
             return rows
 
-        job = Job(command, env, stderr, on_notice, written, stop_file)
+        try:
+            job = Job(command, env, stderr, on_notice, written, stop_file)
+        except OSError as error:
+            # No `LaunchError`: another try would end like this one.
+            raise LockstepError(f"the ranks could not be started: {_refused(error)}") from None
         # Bounded: ranks that print faster than is shown have to wait.
         inbox: _Inbox = queue.Queue(_MOST_WAITING)
 
@@ -184,6 +190,13 @@ def run_ranks(
     if job.failure:
         raise LaunchError(f"{job.failure}; see {log}" + (f"\n{tail}" if tail else ""))
     return Outcome(job.exit_code, tail, job.last, log, job.stopped_by, job.met)
+
+
+def _refused(error: OSError) -> str:
+    """Why the system does not start a program, and what to do."""
+    return resource_error(error) or (
+        f"{error.filename}: {error.strerror}; make sure that this user may run it"
+    )
 
 
 def _work_off(inbox: _Inbox, num_readers: int, job: Job, received: list[signal.Signals]) -> None:

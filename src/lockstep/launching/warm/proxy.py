@@ -105,6 +105,7 @@ def surroundings() -> dict[str, Any]:
         "cgroup": group,
         "namespaces": [[name, os.readlink(f"/proc/self/ns/{name}")] for name in spaces],
         "root": list(os.stat("/")[1:3]),
+        "encoding": sys.getfilesystemencoding(),  # of the names that an order is made of
         "nice": os.getpriority(os.PRIO_PROCESS, 0),
         "scheduler": os.sched_getscheduler(0),
         "hard_limits": [most for _, most in _limits()],
