@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep.comm.calls import CallGroup
 from lockstep.comm.shared_memory import CAPACITY, Mailbox, open_mailbox
-from lockstep.comm.torchdist.store import meet_at
+from lockstep.comm.torchdist.store import check_interfaces, meet_at
 from lockstep.comm.transport import Sending, Transport, collective, count_broadcast, offsets
 
 
@@ -190,6 +190,8 @@ class ProcessGroupTransport(GroupTransport):
         self.size = size
         timeout = timedelta(seconds=timeout_s)
         first = timeout if start_timeout_s is None else timedelta(seconds=start_timeout_s)
+        if backend == "gloo":
+            check_interfaces()
         store = meet_at(host, port, rank, size, first)
         store.set_timeout(timeout)
         # A script may train twice: the second group must not meet the keys of the first.

@@ -72,7 +72,17 @@ def free_port() -> int:
 def _over_mpi(
     environment: Environment, device: torch.device, timeout_s: float, is_first: bool
 ) -> Transport:
-    from lockstep.comm.mpi.library import MPI
+    try:
+        from lockstep.comm.mpi.library import MPI
+    except (ImportError, RuntimeError) as error:  # mpi4py raises the second kind
+        reason = str(error).strip().splitlines()[-1]
+        text = f"no MPI library can be loaded ({reason}); `lockstep doctor` checks what is there"
+        if folders := os.environ.get("LD_LIBRARY_PATH"):
+            text = (
+                f"LD_LIBRARY_PATH={folders}: no MPI library can be loaded ({reason}); unset it, or "
+                "put the folder of the library that belongs to mpi4py first"
+            )
+        raise alone(EnvironError(text)) from None
 
     world = MPI.COMM_WORLD
     place = (0, 1) if environment.joins else (environment.rank, environment.world_size)
