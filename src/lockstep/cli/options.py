@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from lockstep import __version__
 from lockstep.config.files import create_beside
-from lockstep.errors import DataError, LaunchError
+from lockstep.errors import DataError, LaunchError, file_errors
 from lockstep.launching.job.preflight import address_space, temporary_folder
 from lockstep.launching.rank.early import ending_at_interrupt, is_rank
 from lockstep.launching.systems import CommandGroup
@@ -35,14 +35,12 @@ def check_writable(path: Path | None) -> None:
     """
     if path is None:
         return
-    try:
+    with file_errors(DataError, path):
         if path.is_dir():
             raise IsADirectoryError(0, "is a folder")
         temporary, descriptor = create_beside(path)
         os.close(descriptor)
         temporary.unlink()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
 _CLEAR_LINE_SHOW_CURSOR = b"\r\x1b[2K\x1b[?25h"

@@ -121,7 +121,7 @@ def launch(
             )  # fmt: skip
         else:
             fd = stack.enter_context(copied(task, config))
-            argv = [sys.executable, "-m", "lockstep.launching.transferred", str(fd)]
+            argv = [sys.executable, "-m", "lockstep.launching.transfer", str(fd)]
             argv = through_proxy(argv, server)
             command = local_command(num_ranks, argv, replacements, (fd,), server)
         claim(directory, task, config, session)  # so that what is wrong with it is said at once

@@ -21,7 +21,7 @@ from lockstep.cli.clusters.slurm_batch import (
 from lockstep.config import TrainConfig
 from lockstep.config.files import replacing
 from lockstep.engine.checkpoint.origin import items
-from lockstep.errors import LaunchError
+from lockstep.errors import LaunchError, file_errors
 from lockstep.launching.job.commands import SILENCE_S
 from lockstep.launching.slurm.script import FIRST_COMMENT, BatchJob, script
 from lockstep.launching.targets import absolute
@@ -40,7 +40,7 @@ def deliver(batch: BatchJob, path: Path, submit: bool) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    try:
+    with file_errors(LaunchError, path, advice="choose another --output"):
         if path.exists() and FIRST_COMMENT not in path.read_text(errors="replace")[:200]:
             raise LaunchError(
                 f"{path}: is there already, and not from lockstep slurm; choose another --output"
@@ -48,10 +48,6 @@ def _write(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
             file.write(text)
-    except OSError as error:
-        raise LaunchError(
-            f"{path}: cannot be written: {error.strerror or error}; choose another --output"
-        ) from error
 
 
 def _submit(path: Path) -> str:

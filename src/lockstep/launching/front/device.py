@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -49,11 +49,7 @@ def on_device(config: TrainConfig, environment: Environment) -> Iterator[torch.d
     if device.type != "cuda":
         yield device
         return
-    if config.precision.deterministic:
-        with _deterministic():
-            torch.cuda.set_device(device)
-            yield device
-    else:
+    with _deterministic() if config.precision.deterministic else nullcontext():
         torch.cuda.set_device(device)
         yield device
 

@@ -19,7 +19,7 @@ from lockstep.engine.digests import tensors_digest
 from lockstep.engine.passes.buffers import same_bits
 from lockstep.engine.tables.run_tables import tables_of
 from lockstep.engine.task import Task
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, LockstepError, file_errors
 from lockstep.launching.front.api import Loaded, load
 from lockstep.launching.front.formats import (
     GRAPHS,
@@ -110,12 +110,9 @@ def export(
             example = find_example(loaded.task, model, loaded.config)
             inputs = example.described
             data, gap = _made(path, chosen, lambda: _graph(loaded, chosen, example))
-    try:
-        with replacing_binary(path) as file:
-            file.write(data)
-    except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(f"{path}: cannot be written: {reason}; choose another path") from error
+    saved = file_errors(ConfigError, path, advice="choose another path")
+    with saved, replacing_binary(path) as file:
+        file.write(data)
     return Exported(path, chosen, inputs, gap, loaded.step)
 
 

@@ -18,7 +18,7 @@ from typing import IO, Any, TypeAlias
 
 from lockstep.comm.calls import sized_memory
 from lockstep.config.files import open_regular
-from lockstep.errors import LaunchError, LockstepError, RunDirectoryError
+from lockstep.errors import LaunchError, LockstepError, RunDirectoryError, file_errors
 from lockstep.launching.host.parent_watch import bound_to_parent
 from lockstep.launching.host.processes import MARK, kill_marked
 from lockstep.launching.job.commands import RankCommand
@@ -251,13 +251,9 @@ def _stop_file() -> Iterator[Path]:
 
 
 def _opened(log: Path) -> IO[bytes]:
-    try:
+    with file_errors(RunDirectoryError, log, advice="choose another --run-dir"):
         log.parent.mkdir(parents=True, exist_ok=True)
         return os.fdopen(open_regular(log, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+b")
-    except OSError as error:
-        raise RunDirectoryError(
-            f"{log}: cannot be written: {error.strerror or error}; choose another --run-dir"
-        ) from error
 
 
 def _tail(log: IO[bytes], start: int) -> str:

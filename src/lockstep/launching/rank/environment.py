@@ -6,14 +6,15 @@ so it can be tested without launching anything.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lockstep.config.parsing import parse_int, shown
 from lockstep.errors import EnvironError
 from lockstep.launching.host import supervised_rank as local
-from lockstep.launching.slurm.nodelist import first_host, num_hosts
 
 Launcher = Literal["python", "local", "mpi", "torchrun", "slurm"]
 
@@ -29,6 +30,12 @@ were first."""
 # Below the ports that Linux gives to outgoing connections (32768 and up).
 _FIRST_PORT, _NUM_PORTS = 15_000, 15_000
 
+# SLURM's compressed host lists, such as rack[1-2]node[01-03,07],login.
+_NUMBER = r"\d{1,18}"
+_GROUP = rf"\[{_NUMBER}(?:-{_NUMBER})?(?:,{_NUMBER}(?:-{_NUMBER})?)*\]"
+_HOST = rf"(?:[^][,\s]|{_GROUP})+"
+_HOSTS = re.compile(rf"{_HOST}(?:,{_HOST})*", re.ASCII)
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -40,10 +47,8 @@ class Environment:
         world_size: number of ranks.
         local_rank: number of this process among those on its host, from 0.
         local_world_size: number of ranks on its host.
-        node_rank: number of the host; None where the launcher does not tell it.
         master_addr: host of rank 0, where ranks meet over TCP; None where they do not.
         master_port: TCP port on that host; None where there is none.
-        job_id: id of the SLURM job; None outside of one.
         joins: whether this process joins ranks that began without it.
         replacements: greatest number of killed ranks that the ranks replace themselves.
         supervisor_fd: file descriptor of the inherited socket to Lockstep's own supervisor; None if
@@ -55,10 +60,8 @@ class Environment:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    node_rank: int | None = None
     master_addr: str | None = None
     master_port: int | None = None
-    job_id: str | None = None
     supervisor_fd: int | None = None
     joins: bool = False
     replacements: int = 0
@@ -98,7 +101,7 @@ def detect(env: Mapping[str, str]) -> Environment:
         return _local(env)
     if "TORCHELASTIC_RUN_ID" in env:
         return _torchrun(env, "start with torchrun, or unset TORCHELASTIC_RUN_ID")
-    inner = _mpi(env) or _slurm_step(env) or Environment(job_id=env.get("SLURM_JOB_ID"))
+    inner = _mpi(env) or _slurm_step(env) or Environment()
     return _hand_made(env, inner) or inner
 
 
@@ -110,8 +113,7 @@ def _local(env: Mapping[str, str]) -> Environment:
     rank = _number(env, local.RANK, advice)
     port = _number(env, local.PORT, advice, low=1, below=65_536, limit="ports")
     fd = _number(env, local.SUPERVISOR, advice)
-    job = env.get("SLURM_JOB_ID")
-    return Environment("local", rank, size, place, size, 0, local.HOST, port, job, fd, joins)
+    return Environment("local", rank, size, place, size, local.HOST, port, fd, joins)
 
 
 def _torchrun(env: Mapping[str, str], advice: str) -> Environment:
@@ -137,10 +139,8 @@ def _torchrun(env: Mapping[str, str], advice: str) -> Environment:
         world_size=size,
         local_rank=local_rank,
         local_world_size=local_size,
-        node_rank=_number(env, "GROUP_RANK", advice) if "GROUP_RANK" in env else None,
         master_addr=_text(env, "MASTER_ADDR", f"it is the host of rank 0: {advice}"),
         master_port=_port(env),
-        job_id=env.get("SLURM_JOB_ID"),
     )
 
 
@@ -202,8 +202,6 @@ def _mpi(env: Mapping[str, str]) -> Environment | None:
         world_size=step.world_size,
         local_rank=step.local_rank,
         local_world_size=step.local_world_size,
-        node_rank=step.node_rank,
-        job_id=step.job_id,
     )
 
 
@@ -219,7 +217,6 @@ def _mpi_place(
         world_size=world_size,
         local_rank=_number(env, local_rank, advice, below=local_world_size, limit=local_size),
         local_world_size=local_world_size,
-        job_id=env.get("SLURM_JOB_ID"),
         replacements=_number(env, REPLACE, "unset it") if REPLACE in env else 0,
     )
 
@@ -232,7 +229,6 @@ def _spawned(env: Mapping[str, str]) -> Environment:
         rank=_number(env, SLOT, advice, low=size),
         world_size=size,
         local_world_size=size,
-        job_id=env.get("SLURM_JOB_ID"),
         joins=True,
         replacements=_number(env, REPLACE, advice),
     )
@@ -248,7 +244,7 @@ def _slurm_step(env: Mapping[str, str]) -> Environment | None:
     size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
     world_size = _number(env, size_name, advice, low=1)
     rank = _number(env, "SLURM_PROCID", advice, below=world_size, limit=size_name)
-    node_rank = _number(env, "SLURM_NODEID", advice) if "SLURM_NODEID" in env else None
+    node = _number(env, "SLURM_NODEID", advice) if "SLURM_NODEID" in env else 0
     local_rank = _number(env, "SLURM_LOCALID", advice, below=world_size, limit=size_name)
     address, port = (None, None) if world_size == 1 else _slurm_master(env, step)
     return Environment(
@@ -256,11 +252,9 @@ def _slurm_step(env: Mapping[str, str]) -> Environment | None:
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
-        local_world_size=max(_tasks_on_node(env, node_rank or 0, world_size), local_rank + 1),
-        node_rank=node_rank,
+        local_world_size=max(_tasks_on_node(env, node, world_size), local_rank + 1),
         master_addr=address,
         master_port=port,
-        job_id=env.get("SLURM_JOB_ID"),
     )
 
 
@@ -275,7 +269,7 @@ def _slurm_master(env: Mapping[str, str], step: int) -> tuple[str, int]:
     return address, _FIRST_PORT + (job * 31 + step) % _NUM_PORTS
 
 
-def _tasks_on_node(env: Mapping[str, str], node_rank: int, world_size: int) -> int:
+def _tasks_on_node(env: Mapping[str, str], node: int, world_size: int) -> int:
     """This node's entry of `SLURM_STEP_TASKS_PER_NODE`, such as `4(x2),3`."""
     per_node = env.get("SLURM_STEP_TASKS_PER_NODE")
     if per_node is None:
@@ -284,8 +278,8 @@ def _tasks_on_node(env: Mapping[str, str], node_rank: int, world_size: int) -> i
     try:
         for item in per_node.split(","):
             count, _, repeat = item.partition("(x")
-            node_rank -= parse_int(repeat.rstrip(")") or "1", least=1)
-            if node_rank < 0:
+            node -= parse_int(repeat.rstrip(")") or "1", least=1)
+            if node < 0:
                 return parse_int(count, least=1)
     except ValueError:
         pass
@@ -329,3 +323,53 @@ def _text(env: Mapping[str, str], name: str, advice: str) -> str:
 def _wrong(env: Mapping[str, str], name: str, what: str, advice: str) -> EnvironError:
     which = f"{name}={shown(env[name])[1:-1]}" if name in env else name
     return EnvironError(f"environment variable {which} {what}; {advice}")
+
+
+def num_hosts(nodelist: str) -> int:
+    """The number of hosts of SLURM's compressed list.
+
+    Raises:
+        EnvironError: the list is not well-formed.
+    """
+    sizes = ([group.size for group in groups] for _, groups in _hosts(nodelist))
+    return sum(map(math.prod, sizes))
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of SLURM's compressed list.
+
+    Raises:
+        EnvironError: the list is not well-formed.
+    """
+    texts, groups = _hosts(nodelist)[0]
+    pairs = zip(texts, [*(group.first for group in groups), ""], strict=True)
+    return "".join(text + number for text, number in pairs)
+
+
+class _Group(NamedTuple):
+    """Numbers in brackets: the first one as it is written, and how many there are."""
+
+    first: str
+    size: int
+
+
+def _hosts(nodelist: str) -> list[tuple[list[str], list[_Group]]]:
+    """Entries of a list: the texts before, between and after their groups, and the groups."""
+    entries = []
+    if _HOSTS.fullmatch(nodelist):
+        for host in re.findall(_HOST, nodelist, re.ASCII):
+            groups = [_group(text) for text in re.findall(_GROUP, host, re.ASCII)]
+            entries.append((re.split(_GROUP, host, flags=re.ASCII), groups))
+    if not entries or any(group.size < 1 for _, groups in entries for group in groups):
+        raise EnvironError(
+            f"node list {shown(nodelist)} is malformed: expected hosts like n1 or n[01-03,07], "
+            "separated by commas; set MASTER_ADDR to rank 0's host to do without it"
+        )
+    return entries
+
+
+def _group(text: str) -> _Group:
+    """`[01-03,07]` as a group; 0 numbers where a range ends before it begins."""
+    ranges = [item.partition("-") for item in text[1:-1].split(",")]
+    sizes = [int(last or first) - int(first) + 1 for first, _, last in ranges]
+    return _Group(ranges[0][0], sum(sizes) if min(sizes) > 0 else 0)
