@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from lockstep.cli.clusters.comm_profile.command import profile_of
-from lockstep.cli.clusters.comm_profile.command import rank_command as profile_command
 from lockstep.cli.clusters.comm_profile.profiler import versions
 from lockstep.cli.clusters.comm_profile.rank import Request
+from lockstep.cli.clusters.comm_profile.rank import command as profile_argv
 from lockstep.cli.clusters.plan.probes import Probe, Prober, Shape
 from lockstep.config import TrainConfig
 from lockstep.engine.flat_tensors import FlatTensors
@@ -23,6 +23,7 @@ from lockstep.engine.optimizer.choice import is_elementwise
 from lockstep.engine.step.memory import Needs, memory_limits
 from lockstep.engine.step.model import built, trainable_groups
 from lockstep.engine.task import Task
+from lockstep.launching.start import launcher_command
 from lockstep.launching.targets import make_task
 from lockstep.nn.cutting import shards_of, units_of
 from lockstep.nn.pipeline import Pipeline
@@ -226,7 +227,8 @@ def _profiles(measuring: Measuring, parts: Anatomy, say: Callable[[str], None]) 
     found = []
     for shape in groups(measuring):
         say(f"messages among {shape.num_replicas} ranks")
-        command = profile_command(measuring.launcher, shape.num_replicas, request)
+        argv = profile_argv(request)
+        command = launcher_command(measuring.launcher, shape.num_replicas, argv)
         found.append(profile_of(command, measuring.seconds))
     return found
 
