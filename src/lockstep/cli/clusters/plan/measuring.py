@@ -1,4 +1,4 @@
-"""All that a plan is made from: short trainings, and what messages cost on this host."""
+"""The measurements that a plan is made from: short trainings, and messages on this host."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def measure(measuring: Measuring, say: Callable[[str], None]) -> Facts:
         launcher=measuring.launcher,
         batch_size=int(alone.plan["batch_size"]),
         num_microbatches=config.num_microbatches,
-        total_steps=_total_steps(config, alone),
+        total_steps=config.steps or config.epochs * int(alone.plan["steps_per_epoch"]),
         buddy=config.optimizer.buddy,
         anatomy=parts,
         timed=tuple(timed),
@@ -164,7 +164,7 @@ def measure(measuring: Measuring, say: Callable[[str], None]) -> Facts:
 def _fastest(
     prober: Prober, wanted: Sequence[Shape], rounds: int, say: Callable[[str], None]
 ) -> dict[Shape, tuple[Probe, Timed]]:
-    """Of each shape the fastest of some trainings: what else the machine does only slows down."""
+    """The fastest training of each shape: other work on the machine can only slow one down."""
     found: dict[Shape, list[tuple[Probe, Timed]]] = {shape: [] for shape in wanted}
     for number in range(rounds):
         for shape in wanted:
@@ -218,7 +218,7 @@ def _replicas(measuring: Measuring, parts: Anatomy) -> list[tuple[int, int]]:
 
 
 def _profiles(measuring: Measuring, parts: Anatomy, say: Callable[[str], None]) -> list[Profile]:
-    """What messages of the task's sizes cost among the ranks of each group.
+    """The cost of messages of the task's sizes among the ranks of each group.
 
     Raises:
         LockstepError: ranks could not be started, or one was lost.
@@ -234,13 +234,7 @@ def _profiles(measuring: Measuring, parts: Anatomy, say: Callable[[str], None]) 
 
 
 def message_sizes(parts: Anatomy) -> tuple[int, ...]:
-    """Sizes at which collectives are measured: what layouts of a model exchange, and about it."""
+    """Sizes at which collectives are measured: near those that layouts of the model exchange."""
     whole = parts.gradient_bytes
     sizes = (_LEAST_BYTES, whole // 4, whole // 2, whole, 2 * whole, 4 * whole)
     return tuple(sorted({min(max(size, _LEAST_BYTES), MOST_BYTES) for size in sizes}))
-
-
-def _total_steps(config: TrainConfig, alone: Probe) -> int:
-    """Steps of the whole run; 0 where a stream does not say its length."""
-    per_epoch = int(alone.plan["steps_per_epoch"])
-    return config.steps or config.epochs * per_epoch
