@@ -1,7 +1,7 @@
-"""Where this process is: which launcher started it, and its place among the ranks.
+"""The launcher that started this process, and its place among the ranks.
 
-Launchers tell their ranks through environment variables. Reading them is all that happens here,
-so it can be tested without launching anything.
+Launchers pass both in environment variables. This module only reads these, so it can be tested
+without launching anything.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ REPLACE = "LOCKSTEP_MPI_REPLACE"
 """Variable of ranks under mpirun: the number of killed ones that may be replaced."""
 
 SLOT, SIZE = "LOCKSTEP_MPI_SLOT", "LOCKSTEP_MPI_SIZE"
-"""Variables of a process that ranks under mpirun have started: its number, and how many ranks there
-were first."""
+"""Variables of a process that ranks under mpirun have started: its number, and the number of ranks
+at the start."""
 
 # Below the ports that Linux gives to outgoing connections (32768 and up).
 _FIRST_PORT, _NUM_PORTS = 15_000, 15_000
@@ -39,7 +39,7 @@ _HOSTS = re.compile(rf"{_HOST}(?:,{_HOST})*", re.ASCII)
 
 @dataclass(frozen=True)
 class Environment:
-    """One process's place.
+    """The place of a process among the ranks.
 
     Attributes:
         launcher: launcher that started the ranks; `torchrun` stands for all that set its variables.
@@ -51,8 +51,8 @@ class Environment:
         master_port: TCP port on that host; None where there is none.
         joins: whether this process joins ranks that began without it.
         replacements: greatest number of killed ranks that the ranks replace themselves.
-        supervisor_fd: file descriptor of the inherited socket to Lockstep's own supervisor; None if
-            that did not start the ranks.
+        supervisor_fd: file descriptor of the inherited socket to Lockstep's own supervisor; None
+            under other launchers.
     """
 
     launcher: Launcher = "python"
@@ -125,14 +125,8 @@ def _torchrun(env: Mapping[str, str], advice: str) -> Environment:
         local_rank = _number(env, "LOCAL_RANK", advice, below=size, limit="WORLD_SIZE")
     local_size = local_rank + 1
     if "LOCAL_WORLD_SIZE" in env:
-        local_size = _number(
-            env,
-            "LOCAL_WORLD_SIZE",
-            advice,
-            low=local_rank + 1,
-            below=size + 1,
-            limit="WORLD_SIZE+1",
-        )
+        bounds = {"low": local_rank + 1, "below": size + 1}
+        local_size = _number(env, "LOCAL_WORLD_SIZE", advice, **bounds, limit="WORLD_SIZE+1")
     return Environment(
         launcher="torchrun",
         rank=rank,
@@ -145,7 +139,7 @@ def _torchrun(env: Mapping[str, str], advice: str) -> Environment:
 
 
 def _hand_made(env: Mapping[str, str], inner: Environment) -> Environment | None:
-    """The place that RANK and WORLD_SIZE give, if they say more than `inner`."""
+    """The place according to RANK and WORLD_SIZE, if they add ranks to `inner`."""
     if "WORLD_SIZE" not in env:
         if "RANK" in env:
             _agrees(env, "RANK", inner.rank, inner)
@@ -172,7 +166,7 @@ def _hand_made(env: Mapping[str, str], inner: Environment) -> Environment | None
 
 
 def _agrees(env: Mapping[str, str], name: str, value: int, inner: Environment) -> None:
-    """Check a lone RANK or WORLD_SIZE against what the launcher says."""
+    """Check a lone RANK or WORLD_SIZE against the launcher's own variables."""
     other = "WORLD_SIZE" if name == "RANK" else "RANK"
     if inner.launcher == "python":
         raise _wrong(env, name, f"is set, {other} is not", "set both, or unset it")
@@ -184,10 +178,8 @@ def _mpi(env: Mapping[str, str]) -> Environment | None:
     if SLOT in env:
         return _spawned(env)
     if "OMPI_COMM_WORLD_RANK" in env or "OMPI_COMM_WORLD_SIZE" in env:
-        prefix = "OMPI_COMM_WORLD_"
-        return _mpi_place(
-            env, prefix + "RANK", prefix + "SIZE", prefix + "LOCAL_RANK", prefix + "LOCAL_SIZE"
-        )
+        names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        return _mpi_place(env, *(f"OMPI_COMM_WORLD_{name}" for name in names))
     if "MPI_LOCALRANKID" in env and ("PMI_RANK" in env or "PMI_SIZE" in env):
         return _mpi_place(env, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     if "PMIX_RANK" not in env:
@@ -295,7 +287,7 @@ def _number(
     below: int | None = None,
     limit: str = "",
 ) -> int:
-    """An integer variable; `advice` tells what to do when it is not one in [low, below)."""
+    """An integer variable; `advice` says what to do if it is not one in [low, below)."""
     text = _text(env, name, advice)
     if not (text.isascii() and text.isdecimal() and len(text) < 20):
         raise _wrong(env, name, "is not a whole number", advice)
