@@ -44,10 +44,10 @@ def target_of(task: Task, resume: bool = False) -> tuple[str, str]:
 
     Args:
         task: the task.
-        resume: whether its `state_dict` does not matter, since a checkpoint has another.
+        resume: whether to ignore its `state_dict`, since a checkpoint replaces it.
 
     Returns:
-        The target, or an empty text, and why there is none.
+        The target, or an empty text and the reason why there is none.
     """
     kind = type(task)
     recipe = recipe_of(kind)
@@ -73,7 +73,7 @@ def copied(task: Task, config: TrainConfig) -> Iterator[int]:
     buffer = io.BytesIO()
     try:
         _Pickler(buffer).dump((task, config))
-    except Exception as error:  # whatever a `__reduce__` of the user's raises
+    except Exception as error:  # a `__reduce__` of the user's may raise anything
         path, reason = _culprit("task", task, error)
         raise TaskError(
             f"{path}: cannot be copied to the ranks ({reason}); make it where it is used, in "
@@ -92,8 +92,8 @@ def copied(task: Task, config: TrainConfig) -> Iterator[int]:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it comes without types
     """Copies functions of `__main__` so that they share the global variables of the rank's.
 
-    By itself, cloudpickle gives them a namespace that no module has, where the engine would not
-    find a counter that batches change.
+    By itself, cloudpickle gives them a namespace of their own, where the engine would not find a
+    counter that batches change.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -141,15 +141,15 @@ def _is_of_its_config(task: Task, resume: bool) -> bool:
         return False
     try:
         with kept_generators():
-            anew = make_task(kind, task.config)
+            fresh = make_task(kind, task.config)
             if resume:
-                anew.load_state_dict(task.state_dict())
+                fresh.load_state_dict(task.state_dict())
     except Exception:
         return False
     try:
-        return bool(cloudpickle.dumps(vars(task)) == cloudpickle.dumps(vars(anew)))
+        return bool(cloudpickle.dumps(vars(task)) == cloudpickle.dumps(vars(fresh)))
     except Exception:  # it cannot be copied anyway
-        return hidden_state({"task": task}) == hidden_state({"task": anew})
+        return hidden_state({"task": task}) == hidden_state({"task": fresh})
 
 
 def _culprit(
@@ -196,7 +196,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def received(fd: int) -> tuple[Task, TrainConfig]:
-    """The task and the config that the parent has left in anonymous memory.
+    """The task and the config that the parent has put into anonymous memory.
 
     Raises:
         LaunchError: the descriptor is not one of anonymous memory, or what is there cannot be
@@ -225,12 +225,12 @@ def received(fd: int) -> tuple[Task, TrainConfig]:
 
 
 def main(fd: int) -> None:
-    """Be a rank of the launch."""
+    """Train as a rank of the launch."""
     session = Session.from_env()
     if session is None:
         raise LaunchError("this module is for ranks that lockstep.launch starts; call that")
     session.extend_search_path()
-    # The module that the parent's classes say they are of.
+    # Classes of the parent's script name this module as theirs.
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         run(*received(fd), session)

@@ -1,4 +1,4 @@
-"""The front door: from a task and a config to a finished run, wherever this process is."""
+"""What programs call: from a task and a config to a finished run, under any launcher."""
 
 from lockstep.launching.front.api import leave, main, train
 from lockstep.launching.front.device import find_device, on_device

@@ -117,7 +117,7 @@ def export(
 
 
 def choose_format(path: Path, format: str | None) -> str:
-    """The format that is asked for, or that a path's suffix says.
+    """The requested format, or else the one that the suffix of a path means.
 
     Raises:
         ConfigError: there is no such format, or what it needs is not installed.
@@ -139,10 +139,10 @@ def choose_format(path: Path, format: str | None) -> str:
 
 
 def _made(path: Path, chosen: str, make: Callable[[], T]) -> T:
-    """What `make` gives; each exporter has kinds of errors of its own.
+    """The result of `make`, whose errors depend on the exporter.
 
     Raises:
-        ConfigError: the model cannot be had in this format.
+        ConfigError: the model cannot be written in this format.
     """
     try:
         with silent(), torch.no_grad():
@@ -179,7 +179,7 @@ def _gap(
     inputs: tuple[Tensor, ...],
     chosen: str,
 ) -> float:
-    """The greatest difference between what the model and what its exported form return.
+    """The greatest difference between the outputs of the model and of its exported form.
 
     Raises:
         ConfigError: it is more than rounding.
