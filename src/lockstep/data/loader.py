@@ -277,11 +277,12 @@ class Loader(BatchSource):
                 for m in range(*microbatches):
                     yield step, m, self.microbatch(step, m)
             return
-        wanted = _Requests(self._request, microbatches, first_step, last_step)
+        steps = range(first_step, last_step)
+        requests = (self._request(step, m) for step in steps for m in range(*microbatches))
         batches = fetched(
             DataLoader(
                 self._fetcher,
-                sampler=wanted,
+                sampler=filter(None, requests),  # drawn from as batches are fetched ahead
                 batch_size=None,
                 num_workers=self.num_workers,
                 prefetch_factor=self._prefetch,
@@ -330,28 +331,3 @@ class Loader(BatchSource):
             return None
         key = random_key(self._seed, Stream.DATA, step, microbatch)
         return Request(key, indices, self._sampler.epoch(step), (step, microbatch))
-
-
-class _Requests:
-    """The sampler of a DataLoader: makes requests as they are asked for."""
-
-    def __init__(
-        self,
-        make: Callable[[int, int], Request | None],
-        microbatches: Assigned,
-        first_step: int,
-        last_step: int,
-    ) -> None:
-        self._make = make
-        self._microbatches = microbatches
-        self._steps = range(first_step, last_step)
-
-    def __iter__(self) -> Iterator[Request]:
-        for step in self._steps:
-            for m in range(*self._microbatches):
-                request = self._make(step, m)
-                if request is not None:
-                    yield request
-
-    def __len__(self) -> int:
-        return len(self._steps) * len(self._microbatches)

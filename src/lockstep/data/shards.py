@@ -21,7 +21,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from lockstep.config.parsing import parse_int, parse_json, shown
-from lockstep.errors import DataError
+from lockstep.errors import DataError, file_errors
 
 Decoder = Callable[[bytes], Any]
 
@@ -125,13 +125,10 @@ class Shards(Dataset[dict[str, Any]]):
         path = self.paths[number]
         members = self._shards[number].members(position - self._starts[number])
         sample: dict[str, Any] = {"__key__": members[0].key}
-        try:
-            with path.open("rb", buffering=0) as file:
-                for member in members:
-                    file.seek(member.offset)
-                    sample[member.extension] = self._value(path, member, file.read(member.size))
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+        with file_errors(DataError, path, "read"), path.open("rb", buffering=0) as file:
+            for member in members:
+                file.seek(member.offset)
+                sample[member.extension] = self._value(path, member, file.read(member.size))
         return sample
 
     def _value(self, path: Path, member: _Member, data: bytes) -> Any:

@@ -28,7 +28,7 @@ from typing import IO, Any, TypeVar
 from torch.utils.data import DataLoader
 
 from lockstep.config.files import open_regular, temporary_beside
-from lockstep.errors import DataError
+from lockstep.errors import DataError, file_errors
 
 T = TypeVar("T")
 
@@ -165,15 +165,13 @@ def share_out(folder: Path, names: list[str], make: Callable[[int, Path], None])
         DataError: the folder cannot be written or locked.
     """
     paths = [folder / name for name in names]
-    try:
+    with file_errors(DataError, folder):
         folder.mkdir(parents=True, exist_ok=True)
         with os.fdopen(open_regular(folder / "lock", os.O_RDWR | os.O_CREAT), "r+b") as lock:
             for wait in (False, True):
                 for number, path in enumerate(paths):
                     if not path.exists():
                         _make(lock, number, path, make, wait)
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be written: {error.strerror or error}") from error
     return paths
 
 

@@ -7,10 +7,9 @@ Names are loaded from their modules when they are first asked for.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lockstep.config.lazy import lazy_names
 
 if TYPE_CHECKING:
     from lockstep.nn.pipeline import Pipeline
@@ -38,31 +37,5 @@ __all__ = [
     "shard",
 ]
 
-_HOMES: Mapping[str, str] = MappingProxyType(
-    {
-        "ColumnLinear": "sharded.layers",
-        "Heads": "sharded.plan",
-        "Pipeline": "pipeline",
-        "RowLinear": "sharded.layers",
-        "ShardedLogits": "sharded.logits",
-        "ShardedTensor": "sharded.sharded_tensor",
-        "SparseEmbedding": "sparse_embedding",
-        "VocabularyEmbedding": "sharded.layers",
-        "VocabularyLinear": "sharded.layers",
-        "shard": "sharded.plan",
-    }
-)
-
-
 if not TYPE_CHECKING:  # else type checkers would take any name for one of this package
-
-    def __getattr__(name: str) -> Any:
-        if name not in _HOMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-        globals()[name] = value
-        return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    __getattr__, __dir__ = lazy_names(__name__)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lockstep.config.files import MAX_TEXT_BYTES, read_text, replacing
 from lockstep.config.parsing import as_type, parse_object, shown
-from lockstep.errors import DataError
+from lockstep.errors import DataError, file_errors
 from lockstep.planning.operations import MOST_BYTES, OPERATIONS, Fit, Layer, Point
 
 if TYPE_CHECKING:
@@ -33,11 +33,8 @@ def write(path: Path, value: DataclassInstance) -> None:
         DataError: it cannot be written.
     """
     text = json.dumps(asdict(value), indent=1, allow_nan=False)
-    try:
-        with replacing(path) as file:
-            file.write(f"{text}\n")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error.strerror or error}") from None
+    with file_errors(DataError, path), replacing(path) as file:
+        file.write(f"{text}\n")
 
 
 def read(path: Path, parse: Callable[[str], T], what: str, command: str) -> T:

@@ -1,4 +1,4 @@
-"""A rank as its supervisor sees it: a process, what that is told of its place, and what is known.
+"""A rank as its supervisor sees it: the process, its environment variables and its state.
 
 This file is imported by a script that imports nothing slow (`supervisor.py`).
 """
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from lockstep.comm.torchdist.supervision import MAX_BYTES, FromRank, ToRank
 
 PREFIX = "LOCKSTEP_LOCAL_"
-"""Prefix of the environment variables that tell a rank its place."""
+"""Prefix of the environment variables with the place of a rank."""
 
 RANK, SIZE = f"{PREFIX}RANK", f"{PREFIX}SIZE"
 """A process's number, from 0, and how many processes are started first."""
@@ -34,7 +34,7 @@ PLACE = f"{PREFIX}PLACE"
 
 
 class SupervisedRank:
-    """A process, and what is known of it.
+    """A process of a rank, and its state.
 
     Args:
         slot: its number, from 0.
@@ -75,13 +75,13 @@ class SupervisedRank:
         # A socket that keeps messages apart: each `recv` returns exactly one.
         self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.line.setblocking(False)
-        told = {RANK: slot, SIZE: size, PORT: port, SUPERVISOR: theirs.fileno()}
+        variables = {RANK: slot, SIZE: size, PORT: port, SUPERVISOR: theirs.fileno()}
         if place is not None:
-            told[PLACE] = place
+            variables[PLACE] = place
         with theirs:  # closed here once it is inherited, so that the rank's end closes the line
             self.process = subprocess.Popen(
                 argv,
-                env=os.environ | {name: str(value) for name, value in told.items()},
+                env=os.environ | {name: str(value) for name, value in variables.items()},
                 pass_fds=(theirs.fileno(), *fds),
             )
 
@@ -93,7 +93,7 @@ class SupervisedRank:
 
     def tell(self, message: ToRank) -> None:
         """Send it a message."""
-        with contextlib.suppress(OSError):  # it has died, which the supervisor notices soon
+        with contextlib.suppress(OSError):  # it has died, as the supervisor will notice soon
             self.line.send(message.encode())
 
     def read(self) -> list[FromRank]:

@@ -1,10 +1,10 @@
 """The supervisor of ranks that Lockstep starts itself on this host, and that survive a lost rank.
 
-It starts the ranks, hosts the key-value store in which they find each other, sees at once when one
-of them dies, and tells the others, over a socket that each rank inherits. All decisions that ranks
-must not differ in are made here, one after the other, so survivors need no agreement among
+It starts the ranks, hosts the key-value store in which they find each other, notices at once when
+one of them dies, and notifies the others, over a socket that each rank inherits. All decisions on
+which ranks must agree are made here, one after the other, so survivors need no agreement among
 themselves: who belongs to a generation of the group, whether it is complete, and whether all have
-arrived somewhere before the next loss.
+reached a point before the next loss.
 
 This file is run as a script that imports nothing slow, so that ranks start without delay.
 """
@@ -127,7 +127,7 @@ class Supervisor:
                 self._meet(rank)
             elif message.say == "leave":
                 rank.phase = "out"
-                # What concerns the others is not for its next group.
+                # Later messages to the members are not for its next group.
                 self._members.discard(rank.slot)
                 rank.tell(ToRank(left=True))
                 self._dismiss()
@@ -138,7 +138,8 @@ class Supervisor:
                 has_built = message.say == "built"
                 arrived = self._built if has_built else self._arrived
                 arrived.add(rank.slot)
-                # Told to all in one order: what all have reached counts, also if a loss comes next.
+                # All get the messages in one order: a point that all have reached counts, even if a
+                # loss comes next.
                 if arrived == self._members:
                     arrived.clear()
                     number = self._generation
@@ -147,8 +148,8 @@ class Supervisor:
                     )
 
     def _meet(self, rank: SupervisedRank) -> None:
-        """A rank wants a group: the first one, or one without those that are lost."""
-        if rank.slot in self._members:  # who asks for a new group has given this one up
+        """Handle a rank's request for a group: the first one, or one without the lost ranks."""
+        if rank.slot in self._members:  # a request for a new group gives up the present one
             self._break()
         elif rank.phase == "starting":
             self._tell(self._members, ToRank(joiner=True))
@@ -202,7 +203,7 @@ class Supervisor:
                 self._ranks[slot].tell(message)
 
     def _handle_exit(self, rank: SupervisedRank) -> None:
-        """Take note of a rank that has ended: tell the others, replace it, or begin a new group."""
+        """Handle the end of a rank: notify the others, replace it, or begin a new group."""
         self._listen(rank)  # it may have left in order just before
         rank.line.close()
         rank.is_alive = False
@@ -233,10 +234,10 @@ class Supervisor:
         self._selector.register(new.line, selectors.EVENT_READ, new)
 
     def _give_up(self, rank: SupervisedRank) -> None:
-        """The others can't start without this rank."""
+        """End the start of the ranks: the others cannot start without this one."""
         if self._first_failure is None:
             self._first_failure = rank
-            # They may be about to fail likewise, and rank 0 to say why.
+            # The others may be about to fail for the same reason, which rank 0 prints.
             self._end_at = time.monotonic() + (0 if rank.exit_code > 128 else _GRACE_S)
 
     def _end(self) -> None:
@@ -249,7 +250,7 @@ class Supervisor:
                 rank.process.kill()
 
     def _exit_code(self) -> int:
-        """Exit code of the run: a rank that others have survived does not count."""
+        """Exit code of the run; ranks that the others have survived do not count."""
         if self._aborted is not None:
             return self._aborted
         if self._first_failure is not None:

@@ -1,6 +1,6 @@
-"""What ranks need of the system that they start on, checked or provided before any is started.
+"""What ranks need of the system, checked or provided before any of them is started.
 
-Launchers and libraries answer what is missing here with an exit code, a traceback or minutes of
+Without these checks, launchers and libraries fail with an exit code, a traceback or minutes of
 silence. All checks together take less than a millisecond.
 """
 
@@ -142,11 +142,11 @@ def threads() -> Obstacle | None:
 
 
 def processes() -> Obstacle | None:
-    """Whether the system tells of its processes, as Linux does in /proc."""
+    """Whether the system shows its processes, as Linux does in /proc."""
     if sys.platform != "linux" or _OWN_TABLE.exists():
         return None
     return Obstacle(
-        "/proc is not mounted, and launchers look there after the ranks that they start",
+        "/proc is not mounted, and launchers watch the ranks that they start there",
         "mount it with `mount -t proc proc /proc`",
     )
 
@@ -262,7 +262,7 @@ def missing_variables(env: Mapping[str, str]) -> dict[str, str]:
         home = os.path.expanduser("~")  # from the user database
         missing["HOME"] = home if os.path.isabs(home) else "/"
     folder = env.get("TMPDIR") or _TEMPORARY
-    with contextlib.suppress(OSError):  # of which `temporary_folder` tells
+    with contextlib.suppress(OSError):  # `temporary_folder` reports that
         if not _can_take_files(folder):
             missing["TMPDIR"] = tempfile.gettempdir()
     return missing
@@ -273,7 +273,7 @@ def _can_take_files(folder: str) -> bool:
 
 
 def resource_error(error: OSError) -> str:
-    """What to say of an error by which the system refuses a resource; empty for other errors."""
+    """The message for an error by which the system refuses a resource; empty for other errors."""
     remedies = {
         errno.EMFILE: "raise the limit on open files (`ulimit -n`)",
         errno.ENFILE: "the system has no more open files to give; end other programs",

@@ -40,7 +40,7 @@ def open_transport(
             rank 0's host is unknown here.
     """
     global _has_opened
-    # A new process begins with a script's first training: only there it can take a place.
+    # A new process begins with a script's first training, and can join only that one.
     is_first, _has_opened = not _has_opened, True
     if environment.world_size == 1:
         return LocalTransport()
@@ -48,7 +48,7 @@ def open_transport(
         assert environment.master_addr is not None
         assert environment.master_port is not None
         address = (environment.master_addr, environment.master_port)
-        # SLURM tells all ranks alike how many of them are on a host.
+        # SLURM gives all ranks the same number of ranks on a host.
         if environment.launcher == "slurm" and environment.is_one_host:
             address = (LOOPBACK, environment.master_port)
         if environment.supervisor_fd is not None:

@@ -1,4 +1,4 @@
-"""What has to be known of warm servers before anything slow is imported; of no imports itself."""
+"""The part of warm servers that is needed before anything slow is imported."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lockstep.launching.host.processes import THREAD_VARIABLES
 
 
 class Forked(BaseException):
-    """Raised in a forked process, so that it leaves all that the server's frames hold.
+    """Raised in a forked process, to release what the frames of the server hold.
 
     Attributes:
-        order: what its proxy has sent.
-        fds: the open files that came with it.
+        order: message of its proxy.
+        fds: open files that came with the message.
     """
 
     def __init__(self, order: dict[str, Any], fds: list[int]) -> None:
@@ -52,8 +52,8 @@ def is_command() -> bool:
 def foresee_ranks(overrides: Sequence[str]) -> None:
     """Prepare this process, the command, for a server: before torch and numpy are imported.
 
-    Libraries start their threads when they are imported, and a process with threads cannot be
-    forked; and how many there are to be they read only then.
+    Libraries read their number of threads and start them when they are imported, and a process with
+    several threads cannot be forked.
 
     Args:
         overrides: `key=value` items; ranks of several threads start by themselves.

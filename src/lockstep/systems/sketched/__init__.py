@@ -8,11 +8,9 @@ loads none of them.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from lockstep.config.lazy import lazy_names
 from lockstep.launching.systems import CommandGroup, System
 
 if TYPE_CHECKING:
@@ -55,30 +53,5 @@ __all__ = [
     "sign_matrix",
 ]
 
-_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "attention": ("RandomFeatureAttention",),
-        "conv": ("SKConv2d",),
-        "convert": ("replace_layers",),
-        "decompositions": ("CQRRPT", "RSVD", "cqrrpt", "rsvd"),
-        "linear": ("SKLinear",),
-        "products": ("SignKey", "packed_signs", "sign_matrix"),
-        "tuner": ("Candidate", "Choice", "apply", "choose", "measure"),
-    }
-)
-"""The public names of each module, for `__getattr__`; the imports above are for type checkers."""
-
-_MODULES = MappingProxyType({name: module for module, names in _NAMES.items() for name in names})
-
-
-if not TYPE_CHECKING:  # for type checkers, a module with this function has every name
-
-    def __getattr__(name: str) -> Any:
-        """A public name, from its module (PEP 562)."""
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+if not TYPE_CHECKING:  # else type checkers would take any name for one of this package
+    __getattr__, __dir__ = lazy_names(__name__)

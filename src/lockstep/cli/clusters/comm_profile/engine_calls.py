@@ -16,9 +16,9 @@ from lockstep.parallel.layout import Range, split
 from lockstep.parallel.mesh import Mesh
 from lockstep.parallel.reduction import OrderedReduction
 
-Call = Callable[[], None]
+Call = Callable[[], object]
 Prepare = Callable[[Transport, int, torch.device], Call]
-"""From a transport, a size in bytes and a device to what is timed; a collective of its ranks."""
+"""Collective function of a transport, a size in bytes and a device; it returns the call to time."""
 
 _BUCKET_BYTES = 8 << 20
 _NUM_SCALARS = 4
@@ -26,12 +26,12 @@ _NUM_HEADER = 8
 
 
 def filled(num_bytes: int, device: torch.device) -> Tensor:
-    """Bytes in memory that is there already, and not a page of zeros that all of it shares."""
+    """Bytes in memory that is really there: untouched zeros may all be one shared page."""
     return torch.full([num_bytes], 1, dtype=torch.uint8, device=device)
 
 
 def shares(num_bytes: int, size: int) -> list[int]:
-    """A size distributed in parts that are as equal as can be."""
+    """A size in bytes cut into parts that are as equal as possible."""
     return [len(part) for part in split(num_bytes, size)]
 
 
@@ -112,19 +112,7 @@ def _message(transport: Transport, num_bytes: int, device: torch.device) -> Call
 
 def _gather_json(transport: Transport, num_bytes: int, device: torch.device) -> Call:
     text = "x" * max(1, num_bytes // transport.size - len('""'))
-
-    def gather() -> None:
-        transport.gather_json(text)
-
-    return gather
-
-
-def _barrier(transport: Transport, num_bytes: int, device: torch.device) -> Call:
-    return transport.barrier
-
-
-def _agree(transport: Transport, num_bytes: int, device: torch.device) -> Call:
-    return transport.agree
+    return lambda: transport.gather_json(text)
 
 
 ENGINE_CALLS: Mapping[str, Prepare] = MappingProxyType(
@@ -137,8 +125,8 @@ ENGINE_CALLS: Mapping[str, Prepare] = MappingProxyType(
         "broadcast": _broadcast,
         "message": _message,
         "gather_json": _gather_json,
-        "barrier": _barrier,
-        "agree": _agree,
+        "barrier": lambda transport, *_: transport.barrier,
+        "agree": lambda transport, *_: transport.agree,
     }
 )
 """By the names of `OPERATIONS`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -67,7 +68,7 @@ def joined(world: Transport, group: Group) -> Transport:
 
 
 Prepare = Callable[[Any, int, torch.device], Call]
-"""From a process group, a size in bytes and a device to what is timed."""
+"""Function of a process group, a size in bytes and a device that returns the call to time."""
 
 
 def open_torch(transport: Transport, environment: Environment, timeout_s: float) -> str:
@@ -79,24 +80,22 @@ def open_torch(transport: Transport, environment: Environment, timeout_s: float)
         timeout_s: seconds that a collective may wait for other ranks.
     """
     timeout = timedelta(seconds=timeout_s)
-    if dist.is_initialized():
-        return str(dist.get_backend())
-    if transport.name == "mpi":
+    if transport.name == "mpi" and not dist.is_initialized():
         from lockstep.comm.backend import init_process_group
 
         init_process_group(timeout=timeout)
-        return str(dist.get_backend())
-    # Lockstep's own supervisor: the engine's group is none that `torch.distributed` knows of.
-    assert environment.master_addr is not None
-    assert environment.master_port is not None
-    store = TCPStore(environment.master_addr, environment.master_port, timeout=timeout)
-    dist.init_process_group(
-        transport.name,
-        store=PrefixStore("lockstep/comm-profile", store),
-        rank=transport.rank,
-        world_size=transport.size,
-        timeout=timeout,
-    )
+    elif not dist.is_initialized():
+        # Lockstep's own supervisor: `torch.distributed` does not know the engine's group.
+        assert environment.master_addr is not None
+        assert environment.master_port is not None
+        store = TCPStore(environment.master_addr, environment.master_port, timeout=timeout)
+        dist.init_process_group(
+            transport.name,
+            store=PrefixStore("lockstep/comm-profile", store),
+            rank=transport.rank,
+            world_size=transport.size,
+            timeout=timeout,
+        )
     return str(dist.get_backend())
 
 
@@ -119,12 +118,7 @@ def _floats(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _all_reduce(group: Any, num_bytes: int, device: torch.device) -> Call:
-    tensor = _floats(num_bytes, device)
-
-    def call() -> None:
-        dist.all_reduce(tensor, group=group)
-
-    return call
+    return partial(dist.all_reduce, _floats(num_bytes, device), group=group)
 
 
 def _all_gather(group: Any, num_bytes: int, device: torch.device) -> Call:
@@ -132,11 +126,7 @@ def _all_gather(group: Any, num_bytes: int, device: torch.device) -> Call:
     own = _floats(num_bytes // size, device)
     out = own.new_zeros(own.numel() * size).add_(0.0)
     gather = _function("all_gather_single", "all_gather_into_tensor")
-
-    def call() -> None:
-        gather(out, own, group=group)
-
-    return call
+    return partial(gather, out, own, group=group)
 
 
 def _reduce_scatter(group: Any, num_bytes: int, device: torch.device) -> Call:
@@ -144,32 +134,19 @@ def _reduce_scatter(group: Any, num_bytes: int, device: torch.device) -> Call:
     own = _floats(num_bytes // size, device)
     parts = own.new_zeros(own.numel() * size).add_(0.0)
     scatter = _function("reduce_scatter_single", "reduce_scatter_tensor")
-
-    def call() -> None:
-        scatter(own, parts, group=group)
-
-    return call
+    return partial(scatter, own, parts, group=group)
 
 
 def _all_to_all(group: Any, num_bytes: int, device: torch.device) -> Call:
     size = dist.get_world_size(group)
     send = _floats(max(1, num_bytes // (4 * size)) * 4 * size, device)
     recv = torch.zeros_like(send).add_(0.0)
-
-    def call() -> None:
-        dist.all_to_all_single(recv, send, group=group)
-
-    return call
+    return partial(dist.all_to_all_single, recv, send, group=group)
 
 
 def _broadcast(group: Any, num_bytes: int, device: torch.device) -> Call:
-    tensor = _floats(num_bytes, device)
     root = dist.get_global_rank(group, 0)
-
-    def call() -> None:
-        dist.broadcast(tensor, src=root, group=group)
-
-    return call
+    return partial(dist.broadcast, _floats(num_bytes, device), src=root, group=group)
 
 
 def _send_recv(group: Any, num_bytes: int, device: torch.device) -> Call:
@@ -190,13 +167,6 @@ def _send_recv(group: Any, num_bytes: int, device: torch.device) -> Call:
     return there_and_back
 
 
-def _barrier(group: Any, num_bytes: int, device: torch.device) -> Call:
-    def call() -> None:
-        dist.barrier(group=group)
-
-    return call
-
-
 TORCH_CALLS: Mapping[str, Prepare] = MappingProxyType(
     {
         "all_reduce": _all_reduce,
@@ -205,7 +175,7 @@ TORCH_CALLS: Mapping[str, Prepare] = MappingProxyType(
         "all_to_all": _all_to_all,
         "broadcast": _broadcast,
         "send_recv": _send_recv,
-        "barrier": _barrier,
+        "barrier": lambda group, *_: partial(dist.barrier, group=group),
     }
 )
 """By the names of `OPERATIONS`."""

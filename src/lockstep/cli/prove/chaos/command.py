@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
 
-from lockstep.cli.options import shown_status
+from lockstep.cli.options import folder_for, shown_status
 from lockstep.cli.prove.chaos.plan import draw
-from lockstep.cli.prove.chaos.sessions import Ranks, Sat, Sessions, log_of, trained
+from lockstep.cli.prove.chaos.sessions import Ranks, SessionResult, Sessions, log_of, trained
 from lockstep.cli.prove.chaos.verdict import Effect, render, started_again, verdict
 from lockstep.config import TrainConfig, override
 from lockstep.engine import faults
@@ -53,43 +50,38 @@ def chaos(
     ranks.check()
     if num_faults < 1:
         raise ConfigError(f"--faults {num_faults}: must be at least 1")
-    with ExitStack() as stack:
-        server = stack.enter_context(fork_server(ranks.launcher, target))
+    with fork_server(ranks.launcher, target) as server, folder_for(keep, "chaos") as folder:
         if not is_script(target):
             configured(target, overrides)
-        if keep is None:
-            folder = tempfile.mkdtemp(prefix="lockstep-chaos-")
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            keep = Path(folder)
         sessions = Sessions(target, overrides, ranks, server)
         with shown_status(console, "training without faults", quiet):
-            reference = trained([sessions.sit(keep / "reference", [])])
+            reference = trained([sessions.run(folder / "reference", [])])
         keys = _keys(target, overrides)
         plan = draw(
             num_faults, ranks.number, int(reference.result["step"]), seed, ranks.replacements,
             keys.data.num_workers > 0, keys.mesh.tp, keys.mesh.pp,
-            {row["moment"] for row in faults.logged(log_of(keep / "reference"))},
+            {row["moment"] for row in faults.logged(log_of(folder / "reference"))},
         )  # fmt: skip
         effects: list[Effect] = []
-        sats: list[Sat] = []
-        run_dir = keep / "chaos"
-        for blows in plan:
+        results: list[SessionResult] = []
+        run_dir = folder / "chaos"
+        for incidents in plan:
             what = f"training with faults: {len(effects)} of {num_faults} done"
             with shown_status(console, what, quiet):
-                sat = sessions.sit(run_dir, blows)
-            if effects and effects[-1].blow.ends_session:
-                effects[-1] = started_again(effects[-1], sats[-1].rows, sat.rows)
-            effects += sat.effects
-            sats.append(sat)
-            run_dir = sat.run_dir
+                result = sessions.run(run_dir, incidents)
+            if effects and effects[-1].incident.ends_session:
+                effects[-1] = started_again(effects[-1], results[-1].rows, result.rows)
+            effects += result.effects
+            results.append(result)
+            run_dir = result.run_dir
         if not quiet:
             console.print(render(effects))
-        lost = sorted({slot for sat in sats for slot in sat.lost})
-        return verdict(reference, trained(sats), effects, lost, console)
+        lost = sorted({slot for result in results for slot in result.lost})
+        return verdict(reference, trained(results), effects, lost, console)
 
 
 def _keys(target: str, overrides: Sequence[str]) -> TrainConfig:
-    """The config, as far as it is known of a script: what overrides say."""
+    """The config of the runs; of a script, only the keys that overrides set are known."""
     if not is_script(target):
         return configured(target, overrides)[1]
     known = ("data.num_workers=", "mesh.tp=", "mesh.pp=", "num_shards=")

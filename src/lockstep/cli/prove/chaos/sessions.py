@@ -1,4 +1,4 @@
-"""The sessions of a run, each with its faults, and what they leave."""
+"""The sessions of a run, each with its faults, and their results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.cli.prove.chaos.plan import HANG_TIMEOUT_S, STALL_S, Blow, What
+from lockstep.cli.prove.chaos.plan import HANG_TIMEOUT_S, STALL_S, Incident, What
 from lockstep.cli.prove.chaos.verdict import Effect, Row, Trained, effect_of, lost_unexplained
 from lockstep.engine import faults
 from lockstep.engine.checkpoint import listing
@@ -22,17 +22,17 @@ from lockstep.engine.faults import PRINTED, moved
 from lockstep.errors import LaunchError, LockstepError, RunDirectoryError
 from lockstep.launching.front import Session
 from lockstep.launching.job.ending import Ended
-from lockstep.launching.start import check_replacements, rank_command, start
+from lockstep.launching.start import SURVIVABLE, check_replacements, rank_command, start
 from lockstep.launching.targets import absolute, configured, is_script
 from lockstep.observe import read_events, read_result
 
 
 @contextmanager
 def stalling_reader(stall_s: float) -> Iterator[None]:
-    """Have `sys.stdout` be a pipe in here, whose reader stands still where a fault prints.
+    """Replace `sys.stdout` in this context by a pipe whose reader stalls where a fault prints.
 
     Args:
-        stall_s: seconds that it reads nothing each time, while the fault goes on printing.
+        stall_s: seconds for which the reader reads nothing, while the fault goes on printing.
     """
     source, sink = os.pipe()
     reader = threading.Thread(target=_read, args=(source, stall_s), name="reader", daemon=True)
@@ -53,10 +53,7 @@ def _read(source: int, stall_s: float) -> None:
 
 _TERMINATED = 128 + signal.SIGTERM
 _GONE = "was deleted, moved or replaced"
-"""What a run says whose directory is gone."""
-
-LAUNCHERS = ("mpi", "local")
-"""Launchers under which survivors of a lost rank go on."""
+"""Part of the message of a run whose directory is gone."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ class Ranks:
 
     Attributes:
         number: number of processes at the start of each session, at least 2.
-        launcher: name of the launcher that starts them, one of `LAUNCHERS`.
+        launcher: name of the launcher that starts them, one of `SURVIVABLE`.
         replacements: greatest number of killed processes that it replaces in a session.
     """
 
@@ -81,20 +78,20 @@ class Ranks:
         """
         if self.number < 2:
             raise LaunchError(f"-n {self.number}: must be at least 2, for some have to survive")
-        if self.launcher not in LAUNCHERS:
+        if self.launcher not in SURVIVABLE:
             raise LaunchError(
-                f"--launcher {self.launcher}: must be one of {', '.join(LAUNCHERS)}; under others "
+                f"--launcher {self.launcher}: must be one of {', '.join(SURVIVABLE)}; under others "
                 "no rank survives the loss of another"
             )
         check_replacements(self.launcher, self.replacements)
 
 
 @dataclass(frozen=True)
-class Sat:
-    """What a session has left.
+class SessionResult:
+    """The result of one session.
 
     Attributes:
-        effects: what its faults did.
+        effects: effects of its faults.
         rows: its events.
         lost: slots of ranks that were lost without a fault that explains it.
         moved: where its run directory was moved to; None if it was not.
@@ -132,21 +129,21 @@ class Sessions:
             ranks.launcher, ranks.number, self._target, self._overrides, ranks.replacements, server
         )
 
-    def sit(self, run_dir: Path, blows: Sequence[Blow]) -> Sat:
-        """Start the ranks, let the faults strike, and see to the end of the session.
+    def run(self, run_dir: Path, incidents: Sequence[Incident]) -> SessionResult:
+        """Run one session with its faults to its end.
 
         Raises:
-            LaunchError: it ended in another way than the faults explain.
+            LaunchError: the faults do not explain how it ended.
         """
         log = log_of(run_dir)
         log.unlink(missing_ok=True)
         rows_before = len(rows_of(run_dir))
-        ended = self._start(run_dir, blows, log)
-        strikes = faults.logged(log) if blows else []
-        if ended.again and blows and _was_hit_at_start(blows, strikes):
-            ended = self._start(run_dir, blows, log)
+        ended = self._start(run_dir, incidents, log)
+        strikes = faults.logged(log) if incidents else []
+        if ended.again and incidents and _was_hit_at_start(incidents, strikes):
+            ended = self._start(run_dir, incidents, log)
             strikes = faults.logged(log)
-        last = blows[-1].what if blows else None
+        last = incidents[-1].what if incidents else None
         rescued = next(rescued_paths(run_dir))
         if not _is_planned(ended, last, rescued):
             raise LaunchError(
@@ -157,32 +154,34 @@ class Sessions:
             _damage_newest(run_dir / "checkpoints")
         gone = moved(run_dir) if last == "directory" else None
         rows = rows_of(gone or run_dir)[rows_before:]
-        effects = [effect_of(blow, strikes, rows) for blow in blows]
-        lost = lost_unexplained(blows, rows, self._num_ranks)
-        return Sat(effects, rows, lost, gone, rescued if gone else run_dir)
+        effects = [effect_of(incident, strikes, rows) for incident in incidents]
+        lost = lost_unexplained(incidents, rows, self._num_ranks)
+        return SessionResult(effects, rows, lost, gone, rescued if gone else run_dir)
 
-    def _start(self, run_dir: Path, blows: Sequence[Blow], log: Path) -> Ended:
-        env = faults.to_env([f for blow in blows for f in blow.faults], log, run_dir)
+    def _start(self, run_dir: Path, incidents: Sequence[Incident], log: Path) -> Ended:
+        env = faults.to_env([f for incident in incidents for f in incident.faults], log, run_dir)
         kept = tuple(self._overrides) if self._script else ()
         session = Session(str(run_dir), run_dir.exists(), kept, False, self._target)
         with stalling_reader(STALL_S):
-            return start(self._command, session, self._threads, on_row=_ignore, restarts=0, env=env)
+            return start(
+                self._command, session, self._threads, on_row=lambda _: None, restarts=0, env=env
+            )
 
 
-def trained(sats: Sequence[Sat]) -> Trained:
-    """What a run has left that is over, session after session."""
+def trained(results: Sequence[SessionResult]) -> Trained:
+    """What all sessions of a finished run have left."""
     steps: list[int] = []
-    for folder in [*(sat.moved for sat in sats if sat.moved), sats[-1].run_dir]:
+    for folder in [*(result.moved for result in results if result.moved), results[-1].run_dir]:
         with (folder / "metrics.csv").open(encoding="utf-8", newline="") as file:
             own = [int(row["step"]) for row in csv.DictReader(file) if row["split"] == "train"]
         # A directory that was rescued has the rows from its checkpoint on.
         steps = [step for step in steps if not own or step < own[0]] + own
-    events = [row for sat in sats for row in sat.rows]
-    return Trained(read_result(sats[-1].run_dir), steps, events)
+    events = [row for result in results for row in result.rows]
+    return Trained(read_result(results[-1].run_dir), steps, events)
 
 
 def log_of(run_dir: Path) -> Path:
-    """Of the faults of a session; of the reference, of the moments that ranks come to."""
+    """The log of a session's faults; of the reference, of the moments that its ranks reach."""
     return run_dir.with_suffix(".faults")
 
 
@@ -195,7 +194,7 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _is_planned(ended: Ended, last: What | None, rescued: Path) -> bool:
-    """Whether a session has ended as its last fault has it end; None if that ends no session."""
+    """Whether a session has ended in the way that its last fault explains."""
     match last:
         case "job" | "corrupt":
             return bool(ended.again)
@@ -208,15 +207,16 @@ def _is_planned(ended: Ended, last: What | None, rescued: Path) -> bool:
             return ended.exit_code == 0
 
 
-def _was_hit_at_start(blows: Sequence[Blow], strikes: Sequence[Row]) -> bool:
-    """Whether ranks that have ended may have done so since one was killed while they started.
+def _was_hit_at_start(incidents: Sequence[Incident], strikes: Sequence[Row]) -> bool:
+    """Whether all ranks may have ended because one of them was killed while they started.
 
-    Not if they have come to the fault that ends their session.
+    If they have reached the fault that ends their session, that fault is the reason.
     """
-    first, last = blows[0], blows[-1]
+    first, last = incidents[0], incidents[-1]
     struck = {(row["slot"], row["step"], row["moment"]) for row in strikes}
     are_struck = [
-        any((f.slot, f.step, f.moment) in struck for f in blow.faults) for blow in (first, last)
+        any((f.slot, f.step, f.moment) in struck for f in incident.faults)
+        for incident in (first, last)
     ]
     return first.what == "start" and are_struck[0] and not (last.ends_session and are_struck[1])
 
@@ -233,7 +233,3 @@ def _damage_newest(root: Path) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-
-
-def _ignore(_: object) -> None:
-    """Runs under test are not shown."""

@@ -12,8 +12,7 @@ from tests.launching.front import test_train
 
 import lockstep as ls
 from lockstep.launching.systems import load_recipe
-from lockstep.launching.transfer import copied, target_of
-from lockstep.launching.transferred import received
+from lockstep.launching.transfer import copied, received, target_of
 
 SOURCE = """
 import random

@@ -17,7 +17,7 @@ from lockstep.config import override
 from lockstep.engine.faults import PlannedFault, to_env
 from lockstep.errors import ConfigError
 from lockstep.launching.front import predicted
-from lockstep.launching.front.session import predicted_for_joiner
+from lockstep.launching.front.prediction import predicted_for_joiner
 from lockstep.observe import StepCost, read_events, read_result
 from lockstep.planning.facts import Anatomy, Facts, Timed
 from lockstep.planning.layouts import Layout
