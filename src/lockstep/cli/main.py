@@ -11,12 +11,12 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from lockstep.cli.clusters import subcommands as machines
-from lockstep.cli.look import subcommands as seeing
+from lockstep.cli.clusters import subcommands as clusters
+from lockstep.cli.look import subcommands as look
 from lockstep.cli.look.runs import app as runs
 from lockstep.cli.options import contributed, contributed_command, show_help, show_version
-from lockstep.cli.prove import subcommands as proving
-from lockstep.cli.start import subcommands as training
+from lockstep.cli.prove import subcommands as prove
+from lockstep.cli.start import subcommands as start
 from lockstep.errors import LaunchError, LockstepError
 from lockstep.launching.job.preflight import resource_error, working_directory
 from lockstep.launching.rank.early import Interrupted, interrupts
@@ -42,26 +42,48 @@ def lockstep(context: typer.Context, version: Version = False) -> None:
         raise LaunchError(str(obstacle))
 
 
-_COMMANDS: dict[str, Callable[..., None]] = {
-    "recipes": training.recipes, "config": training.config, "init": training.init,
-    "train": training.train, "resume": training.resume, "eval": training.evaluate,
-    "sweep": training.sweep, "export": training.export,
-    "verify": proving.verify, "chaos": proving.chaos,
-    "slurm": machines.slurm, "doctor": machines.doctor,
-    "comm-profile": machines.comm_profile, "plan": machines.plan,
-    "report": seeing.report, "diagnose": seeing.diagnose,
-    "monitor": seeing.monitor,
-}  # fmt: skip
+_COMMANDS: dict[str, dict[str, tuple[Callable[..., None], str]]] = {
+    "Start": {
+        "init": (start.init, "Write a task and a config to start from."),
+        "recipes": (start.recipes, "List what can be trained by name."),
+        "config": (start.config, "List the config keys of a recipe or task."),
+        "train": (start.train, "Train a recipe, a task or a script on any number of ranks."),
+        "resume": (start.resume, "Go on with a run that was stopped."),
+        "sweep": (start.sweep, "Train a grid of configs."),
+        "eval": (start.evaluate, "Evaluate a checkpoint on a split."),
+        "export": (start.export, "Write a trained model for other programs."),
+    },
+    "Look": {
+        "monitor": (look.monitor, "Watch runs: terminal, browser, Prometheus, alerts."),
+        "report": (look.report, "Write a page about runs, with pictures."),
+        "diagnose": (look.diagnose, "Say why a run is slow, or why it ended."),
+    },
+    "Prove": {
+        "verify": (prove.verify, "Compare the results of different numbers of ranks."),
+        "chaos": (prove.chaos, "Kill and stop ranks at random, and compare the results."),
+    },
+    "Clusters": {
+        "doctor": (clusters.doctor, "Check whether this machine has all that is needed."),
+        "slurm": (clusters.slurm, "Write a job script for SLURM."),
+        "plan": (clusters.plan, "Predict time and memory on other numbers of ranks."),
+        "comm-profile": (clusters.comm_profile, "Measure what communication costs here."),
+    },
+}
+"""The subcommands by group, each with its line in the list of all of them."""
 
-for _name, _command in _COMMANDS.items():
-    app.command(_name)(_command)
-app.add_typer(runs, name="runs", help="List, compare, tag and remove runs.")
+for _panel, _commands in _COMMANDS.items():
+    for _name, (_command, _line) in _commands.items():
+        app.command(_name, rich_help_panel=_panel, short_help=_line)(_command)
+app.add_typer(runs, name="runs", rich_help_panel="Look", help="List, compare, tag and remove runs.")
 
 for _group in command_groups():
     if _group.is_command:
-        app.command(_group.name, cls=contributed_command(_group), help=_group.summary)(lambda: None)
+        _contributed = contributed_command(_group)
+        app.command(_group.name, cls=_contributed, rich_help_panel="Systems", help=_group.summary)(
+            lambda: None
+        )
     else:
-        app.add_typer(contributed(_group))
+        app.add_typer(contributed(_group), rich_help_panel="Systems")
 
 
 def main() -> NoReturn:

@@ -129,6 +129,10 @@ Quiet = Annotated[
 QuietVerdict = Annotated[
     bool, typer.Option("-q", "--quiet", help="Show failures and the verdict only.")
 ]
+Verbose = Annotated[
+    bool,
+    typer.Option("-v", "--verbose", help="Show checkpoints and all evaluations, too."),
+]
 PerRank = Annotated[
     bool, typer.Option("--per-rank", help="Show what each rank does with its time.")
 ]

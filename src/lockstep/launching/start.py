@@ -177,7 +177,7 @@ def start_shown(
         on_started: function that is called when the ranks have started the run.
     """
     with pumped_output():  # before there is a view, which may put a stream of its own there
-        shown = view(session.quiet, per_rank=session.per_rank)
+        shown = view(session.quiet, per_rank=session.per_rank, verbose=session.verbose)
         with Sinks([shown]) as sinks:
             shown.wait(f"starting {count(command.num_ranks, 'rank')} ({command.launcher})")
 

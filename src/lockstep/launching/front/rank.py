@@ -155,6 +155,7 @@ def _run(
                 quiet=session.quiet,
                 resumable=bool(session.target),
                 per_rank=session.per_rank,
+                verbose=session.verbose,
             )
         )
         stack.callback(hub.close)

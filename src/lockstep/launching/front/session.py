@@ -41,6 +41,7 @@ class Session:
         quiet: show warnings and how the run ended only, rather than progress.
         profile: first and last step of this session that each rank records, if it is to.
         per_rank: show with each report what each rank has done with its time.
+        verbose: show checkpoints, all evaluations and how work is shared out, too.
         search_path: folders of `sys.path` of the program that has started the ranks.
     """
 
@@ -53,6 +54,7 @@ class Session:
     profile: tuple[int, int] | None = None
     search_path: tuple[str, ...] = ()
     per_rank: bool = False
+    verbose: bool = False
 
     @property
     def resumed(self) -> Path | None:

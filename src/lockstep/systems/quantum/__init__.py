@@ -82,7 +82,7 @@ SYSTEM = System(
     "A quantum transformer that learns sentences word by word.",
     CommandGroup(
         "quantum",
-        "What to do with a trained quantum transformer.",
+        "Quantum transformer: predict, draw, export, study.",
         "lockstep.systems.quantum.cli",
     ),
 )

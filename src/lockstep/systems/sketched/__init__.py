@@ -29,7 +29,7 @@ SYSTEM = System(
     "Handwritten digits with sketched layers: a perceptron or a transformer.",
     CommandGroup(
         "sketch",
-        "Convert a trained run's dense layers to sketched ones, and say what it costs.",
+        "Replace dense layers of a trained run by sketched ones.",
         "lockstep.systems.sketched.cli",
         is_command=True,
     ),
