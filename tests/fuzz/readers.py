@@ -36,7 +36,7 @@ from lockstep.observe import (
     read_result,
 )
 from lockstep.observe.reading.diagnosis.facts import calls_of
-from lockstep.observe.reading.diagnosis.verdict import causes, told
+from lockstep.observe.reading.diagnosis.verdict import causes, diagnosis_lines
 from lockstep.observe.reading.differences import cost_of_run, part_of_curves
 from lockstep.observe.reading.follow import read_run
 from lockstep.observe.reading.listing import summarise
@@ -92,7 +92,7 @@ def events(path: Path) -> None:
 
 def shown(path: Path) -> None:
     history, summary = read_run(path.parent), summarise(path.parent)
-    list(told(summary, history, causes(summary, history, calls_of(summary))))
+    list(diagnosis_lines(summary, history, causes(summary, history, calls_of(summary))))
     step_time(cost_of_run(summary, history))
     peak_memory(cost_of_run(summary, history))
     parting, _ = part_of_curves(history, history)

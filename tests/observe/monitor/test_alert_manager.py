@@ -10,7 +10,7 @@ from tests.observe.monitor.watched_runs import LOST, RECOVERED, START, ended, mo
 from tests.observe.reading.test_histories import PLAN, done, joined
 from tests.observe.reading.test_runs import run_in
 
-from lockstep.observe.monitor.alerts.alarms import Alarms
+from lockstep.observe.monitor.alerts.manager import AlertManager
 from lockstep.observe.monitor.alerts.rules import Rules
 from lockstep.observe.monitor.watch import Watch
 from lockstep.observe.reading.follow import EVENTS
@@ -23,7 +23,7 @@ class Trial:
         self.now = 50.0  # before the events, which are of 100.0 and later
         self.told = []
         values = [{"name": f"rule{number}", **rule} for number, rule in enumerate(rules)]
-        self.alarms = Alarms(Rules(rules=values), self._take, lambda: self.now)
+        self.manager = AlertManager(Rules(rules=values), self._take, lambda: self.now)
         self.watch = Watch([folder])
 
     def _take(self, alert, rule):
@@ -34,7 +34,7 @@ class Trial:
         """States and messages of alerts that have come or gone at the next look."""
         self.now += after_s
         first = len(self.told)
-        self.alarms(self.watch, self.watch.poll())
+        self.manager(self.watch, self.watch.poll())
         return [(alert.state, alert.message) for alert in self.told[first:]]
 
 
@@ -48,14 +48,14 @@ def test_a_metric_that_is_too_great_is_told_once_and_when_it_is_over(tmp_path):
     assert trial.look() == []
     more(folder, done(2, 2.5))
     assert trial.look() == [("on", "train/loss 2.5 is above 2")]
-    assert [alert.run for alert in trial.alarms.on] == [str(folder)]
+    assert [alert.run for alert in trial.manager.on] == [str(folder)]
     more(folder, done(3, 2.75), first=60)
     assert trial.look() == []
     more(folder, done(4, 2.0), first=70)
     ((state, _),) = trial.look(5)
     assert state == "over"
     assert trial.told[-1].time - trial.told[-1].since == 6.0
-    assert trial.alarms.on == ()
+    assert trial.manager.on == ()
     more(folder, done(5, 9.0), first=80)
     assert states(trial.look()) == ["on"], "it comes again"
 
@@ -151,7 +151,7 @@ def test_a_rank_lost_before_the_first_look_is_told_only_while_it_is_missing(tmp_
     running(tmp_path / "whole", *START, done(1, 3.0), *whole)
     running(tmp_path / "short", *START, done(1, 3.0), LOST, RECOVERED)
     trial = Trial(tmp_path, {"when": {"rank_lost": True}})
-    trial.alarms._since = 1000.0
+    trial.manager._since = 1000.0
     assert states(trial.look()) == ["on"]
     assert trial.told[0].run.endswith("short")
 
