@@ -100,7 +100,7 @@ class StageOrder:
             self._model.axis.finish()
 
 
-class Places:
+class Placement:
     """The mesh of the present group.
 
     Attributes:

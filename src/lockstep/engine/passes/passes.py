@@ -18,7 +18,7 @@ from lockstep.engine.passes.backward import Backward, Forwarded
 from lockstep.engine.passes.block_storage import BlockStorage
 from lockstep.engine.passes.buffers import ForwardState
 from lockstep.engine.passes.compute import Compute, LossScale
-from lockstep.engine.placement import Places
+from lockstep.engine.placement import Placement
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.tables.group import Tables
 from lockstep.engine.timing import Stopwatch
@@ -45,7 +45,7 @@ class Passes:
         compute: Compute,
         flat: FlatTensors,
         state: ForwardState,
-        places: Places,
+        placement: Placement,
         loss_scale: LossScale,
         watch: Stopwatch,
         carries: Carries | None = None,
@@ -56,7 +56,7 @@ class Passes:
         self._model = model
         self._compute = compute
         self._state = state
-        self._places = places
+        self._placement = placement
         self._loss_scale = loss_scale
         self._watch = watch
         self._carries = carries
@@ -78,7 +78,7 @@ class Passes:
         """Forget what is left of the step before, or of another try of this one."""
         # What an evaluation or a hook has left in `grad` would be added to the first leaf.
         self._backward.clear_gradients()
-        self._inside.step = self._places.step = step
+        self._inside.step = self._placement.step = step
         self.losses: dict[int, float] = {}
         self.counters = [-math.inf] * self._state.num_counters
 
@@ -90,7 +90,7 @@ class Passes:
         Raises:
             LockstepError: a batch could not be had, or what it looks up, on some rank; on all.
         """
-        num, ahead, watch = self._places.mesh.num_microbatches, [], self._watch
+        num, ahead, watch = self._placement.mesh.num_microbatches, [], self._watch
 
         def wanted() -> dict[int, dict[str, Tensor]]:
             for number in range(*microbatches):
@@ -126,11 +126,11 @@ class Passes:
         # A loss may change its batch, and each stage computes it from the beginning.
         copies: dict[int, Any] = {}
         for kind, microbatch, stage in passes:
-            if microbatch >= self._places.mesh.num_microbatches:
+            if microbatch >= self._placement.mesh.num_microbatches:
                 assert isinstance(sums, Rounds)
                 self._stand_by(kind, sums)
                 continue
-            is_first, is_last = self._places.turns.enter(stage)
+            is_first, is_last = self._placement.turns.enter(stage)
             if kind == "forward":
                 batch = self.fetched(step, microbatch, batches) if is_first else copies[microbatch]
                 if is_last:
@@ -144,7 +144,7 @@ class Passes:
             watch.compute_s += watch.lap()
             self._runtime.heartbeat.beat()
             self._runtime.at("compute", step)
-        self._places.turns.finish()
+        self._placement.turns.finish()
 
     def fetched(self, step: int, microbatch: int, batches: Iterator[Any]) -> Any:
         """The next batch, which must be this one; None if there is nothing in it."""

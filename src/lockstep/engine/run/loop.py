@@ -231,7 +231,7 @@ class Trainer:
                 parts.model,
                 parts.compute,
                 self._runtime.heartbeat.beat,
-                parts.places,
+                parts.placement,
                 parts.train_step.tables,
             )
             scores[name] = self._evaluation_audit.run(name, evaluate)
@@ -281,7 +281,7 @@ class Trainer:
         parts = self._parts
         means: list[str] = []
         # Where all ranks have a loss, and each of them can compute the model by itself.
-        if not parts.places.are_staged and not parts.places.in_slices:
+        if not parts.placement.are_staged and not parts.placement.in_slices:
             means = mean_loss(parts.model, parts.compute, parts.loader)
         remarks = everywhere(self._transport, task.data_remarks)
         for hint in (*ignored_methods(type(task)), *means, *remarks):
@@ -327,4 +327,4 @@ class Trainer:
         if train_step.is_streamed:
             return streamed_digest(train_step, parts.model, unsaved)
         with train_step.parameters.whole():
-            return whole_digest(parts.places, parts.model, train_step.flat, unsaved)
+            return whole_digest(parts.placement, parts.model, train_step.flat, unsaved)

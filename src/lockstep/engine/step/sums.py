@@ -14,7 +14,7 @@ from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.passes.compute import LossScale
 from lockstep.engine.passes.passes import Passes, fill
 from lockstep.engine.passes.returned import check_weight, non_finite_gradient, non_finite_loss
-from lockstep.engine.placement import Places
+from lockstep.engine.placement import Placement
 from lockstep.engine.runtime import Raised, Runtime, shared_error
 from lockstep.engine.step.workspace import Workspace
 from lockstep.engine.tables.group import Tables
@@ -124,7 +124,7 @@ class StepSums:
     def __init__(
         self,
         runtime: Runtime,
-        places: Places,
+        placement: Placement,
         passes: Passes,
         loss_scale: LossScale,
         watch: Stopwatch,
@@ -134,7 +134,7 @@ class StepSums:
         asked: Asked | None,
     ) -> None:
         self._runtime = runtime
-        self._places = places
+        self._placement = placement
         self._passes = passes
         self._loss_scale = loss_scale
         self._watch = watch
@@ -177,7 +177,7 @@ class StepSums:
         )
         headers, reduction = [own], workspace.reduction
         travels = runtime.transport.size > 1
-        if self._places.are_coupled:
+        if self._placement.are_coupled:
             headers = self._headers(own)
             # Nobody sums: a column that has no failed rank would, and the others would not.
             if any(h.has_failed for h in headers):
@@ -206,7 +206,7 @@ class StepSums:
 
     def _headers(self, own: Header) -> list[Header]:
         """The headers of all ranks, in a message of their own, which comes before the sums."""
-        world, packed = self._places.world, own.pack()
+        world, packed = self._placement.world, own.pack()
         values = torch.empty(len(packed), dtype=torch.float64, device=self._runtime.device)
         fill(values, packed)
         everyone = values.new_empty(world.size * len(values))
@@ -242,7 +242,7 @@ class StepSums:
             raise failure
         # The sum tells of any microbatch: NaN and infinity do not cancel in it.
         if not math.isfinite(scalars[0]):
-            is_divided = self._places.is_split or self._places.in_slices
+            is_divided = self._placement.is_split or self._placement.in_slices
             losses = self._passes.losses
             raise non_finite_loss(self._runtime.transport, step, losses, is_divided)
         check_weight(scalars[1], step)

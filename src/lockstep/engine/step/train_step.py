@@ -27,7 +27,7 @@ from lockstep.engine.passes.block_storage import Moment as StorageMoment
 from lockstep.engine.passes.buffers import ForwardState
 from lockstep.engine.passes.compute import Compute, LossScale
 from lockstep.engine.passes.passes import Passes
-from lockstep.engine.placement import Places
+from lockstep.engine.placement import Placement
 from lockstep.engine.runtime import Raised, Runtime
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.step.apply import Apply
@@ -58,7 +58,7 @@ class TrainStep:
         watch: stopwatch of compute, communication, data and checkpoints.
         parameters: parameters in slices, and all of them for a while.
         workspace: ranges, gradients and reduction of this rank in the present group.
-        places: place of each rank on the mesh.
+        placement: where each rank is on the mesh.
         sharded: whether the optimizer is sharded.
         with_buddy: whether each rank steps the slice of the rank before it too.
         carries: what microbatches carry from step to step; None if they carry nothing.
@@ -76,14 +76,14 @@ class TrainStep:
         state: ForwardState,
         constants: Constants,
         optimizer: torch.optim.Optimizer,
-        places: Places,
+        placement: Placement,
         total_steps: int,
         pass_state: PassState,
         order_digest: Callable[[int], int],
         first_agreed: Sequence[Tensor] = (),
     ) -> None:
         self._runtime = runtime
-        self.places = places
+        self.placement = placement
         self._config = config
         self._model = model
         self.sharded = config.shards_optimizer
@@ -94,7 +94,7 @@ class TrainStep:
         self.state = state
         self.loss_scale = LossScale(config.precision)
         self._local = compute.local
-        self.watch = Stopwatch(places.world.traffic)
+        self.watch = Stopwatch(placement.world.traffic)
         self._constants = constants
         self._audit = StepAudit(runtime, pass_state)
         self._order_digest = order_digest
@@ -102,20 +102,20 @@ class TrainStep:
         if config.shards_gradients:
             give_back_large()
         if config.shards_gradients and isinstance(model, Pipeline):
-            self._storage = BlockStorage(model, places, self._at)
+            self._storage = BlockStorage(model, placement, self._at)
         self.carries, self._leaf_states = distributed_carries(
-            runtime, config, places, flat, first_agreed, compute.has_carry
+            runtime, config, placement, flat, first_agreed, compute.has_carry
         )
         self.tables: Tables | None = None
         if compute.lookups.tables:
-            self.tables = Tables(runtime, config, places, compute.lookups.tables, total_steps)
+            self.tables = Tables(runtime, config, placement, compute.lookups.tables, total_steps)
         self._passes = Passes(
             runtime,
             model,
             compute,
             flat,
             state,
-            places,
+            placement,
             self.loss_scale,
             self.watch,
             self.carries if compute.has_carry else None,
@@ -124,7 +124,7 @@ class TrainStep:
         )
         self._sums = StepSums(
             runtime,
-            places,
+            placement,
             self._passes,
             self.loss_scale,
             self.watch,
@@ -133,10 +133,10 @@ class TrainStep:
             config.log_every,
             asked_of(task_state.task.config),
         )
-        self.parameters = SlicedParameters(model, places)
-        if places.in_slices:
+        self.parameters = SlicedParameters(model, placement)
+        if placement.in_slices:
             flat.renew()
-        self.workspace = self._lay_out(places.mesh.microbatches)
+        self.workspace = self._lay_out(placement.mesh.microbatches)
         self.flat_optimizer = FlatOptimizer(
             optimizer, flat, self.workspace.stepped, self.shares_state
         )
@@ -170,13 +170,13 @@ class TrainStep:
         self.parameters.open()
 
     def _at(self, moment: StorageMoment) -> None:
-        self._runtime.at(moment, self.places.step)
+        self._runtime.at(moment, self.placement.step)
 
     def mend(self) -> None:
         """Go on in the same group after a failure that all ranks have noticed; a collective."""
         self._passes.restart()  # the failure may have been in an evaluation
-        self.places.mend()
-        self.workspace.use(self.places.storage)
+        self.placement.mend()
+        self.workspace.use(self.placement.storage)
 
     def deal_out(
         self,
@@ -216,13 +216,13 @@ class TrainStep:
 
         Parameters and optimizer state of shards that were not held have no content yet.
         """
-        own = self.places.own
+        own = self.placement.own
         self.flat = self.flat.restricted(own)
         keep(self._model, own)
         self._passes.use(self.flat)
         self._constants.watch_anew()
         self._apply.summed = None
-        self.workspace = self._lay_out(self.places.mesh.microbatches)
+        self.workspace = self._lay_out(self.placement.mesh.microbatches)
         self.flat_optimizer.move(self.flat, self.workspace.stepped)
 
     def _lay_out(self, ranges: Sequence[Assigned]) -> Workspace:
@@ -231,7 +231,7 @@ class TrainStep:
             self._config,
             self.flat,
             self.state,
-            self.places,
+            self.placement,
             ranges,
             num_scalars=self._passes.num_scalars,
             num_header=num_values(self.state.num_counters),
@@ -240,7 +240,7 @@ class TrainStep:
         )
         self.parameters.use(self.flat, workspace)
         if self.tables is not None:
-            self.tables.use(self.places.of_column(ranges))
+            self.tables.use(self.placement.of_column(ranges))
         if self._storage is not None:
             self._storage.use(self.flat, workspace)
         return workspace
@@ -275,7 +275,7 @@ class TrainStep:
             factors = self.schedule.factors(step, decays)
             if self._local is not None:
                 self._local.factors = factors
-            self.places.refresh()
+            self.placement.refresh()
             self._constants.mark(step)
             self._audit.begin(step)
             self._passes.run(step, self.workspace.passes, batches, self.workspace.leaves)
@@ -286,9 +286,9 @@ class TrainStep:
             # it for this one. The header tells them, and all raise the same error.
             error = caught
             self._audit.leave()
-            if self.places.are_coupled and not self._runtime.transport.can_regroup:
+            if self.placement.are_coupled and not self._runtime.transport.can_regroup:
                 raise  # others wait for this rank, and only its end wakes them
-            self.places.give_up()  # or they would wait for this rank
+            self.placement.give_up()  # or they would wait for this rank
         self._runtime.at("reduce", step)
         settings = order = 0
         if self._runtime.transport.size > 1:
@@ -354,17 +354,17 @@ class TrainStep:
         Raises:
             TaskError: naming one that is another.
         """
-        self._constants.check_identity(f"step {self.places.step}")
+        self._constants.check_identity(f"step {self.placement.step}")
 
     @property
     def shares_state(self) -> bool:
         """Whether no rank alone has all parameters and all state of the optimizer."""
-        return self.sharded or self.places.is_split
+        return self.sharded or self.placement.is_split
 
     @property
     def is_streamed(self) -> bool:
         """Whether whole tensors come together one at a time only, on all ranks of one column."""
-        return self.places.are_coupled and not self.places.is_split
+        return self.placement.are_coupled and not self.placement.is_split
 
     @property
     def applied(self) -> StepResult | None:
