@@ -142,7 +142,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     agreed = everywhere(
         transport,
         lambda: first_agreed(
-            about.name, about.rank, flat.segments, flat.places, trial.gradients, runtime.device
+            about.name, about.rank, flat.segments, flat.specs, trial.gradients, runtime.device
         ),
     )
     facts["loss and gradient of the first microbatch"] = trial.digest

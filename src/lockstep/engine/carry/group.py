@@ -244,7 +244,7 @@ class CompressedCarries(DistributedCarries):
         self._initial = list(first_agreed)
         errors: list[Segment] = []
         if feeds_back:
-            errors = error_segments(self._name, flat.segments, flat.places)
+            errors = error_segments(self._name, flat.segments, flat.specs)
         self._errors = {f"{_ERROR}_{n}": (s.dtype, [s.numel]) for n, s in enumerate(errors)}
         self._agreed = {
             f"{_AGREED}_{n}": (there.dtype, [*there.shape]) for n, there in enumerate(first_agreed)

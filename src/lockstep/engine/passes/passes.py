@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.engine.carry.carries import Carries
+from lockstep.config import TrainConfig
+from lockstep.engine.carry.group import DistributedCarries
 from lockstep.engine.faults import FaultsInside
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.passes.backward import Backward, Forwarded
@@ -29,6 +31,38 @@ from lockstep.parallel.layout import Assigned, Pass
 from lockstep.parallel.rounds import LateGradientError, Rounds
 
 
+@dataclass
+class StepParts:
+    """What the parts of a training step work on.
+
+    Attributes:
+        runtime: surroundings of this process.
+        config: config of the run.
+        model: model of this rank.
+        compute: computes the task's losses.
+        state: buffers that forward passes change.
+        placement: where each rank is on the mesh.
+        loss_scale: loss scale of fp16; 1 for other precisions.
+        watch: stopwatch of compute, communication, data and checkpoints.
+        carries: what microbatches carry from step to step; None if they carry nothing.
+        tables: tables whose rows are distributed; None if the model has none.
+        storage: where gradients, or parameters too, are while their block is not computed; None if
+            they are whole in memory.
+    """
+
+    runtime: Runtime
+    config: TrainConfig
+    model: nn.Module
+    compute: Compute
+    state: ForwardState
+    placement: Placement
+    loss_scale: LossScale
+    watch: Stopwatch
+    carries: DistributedCarries | None
+    tables: Tables | None
+    storage: BlockStorage | None
+
+
 class Passes:
     """Computes the microbatches of this rank, and adds them up as far as it can alone.
 
@@ -38,32 +72,16 @@ class Passes:
         counters: what the microbatches of the step have made of each counter; -inf if none has.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        model: nn.Module,
-        compute: Compute,
-        flat: FlatTensors,
-        state: ForwardState,
-        placement: Placement,
-        loss_scale: LossScale,
-        watch: Stopwatch,
-        carries: Carries | None = None,
-        tables: Tables | None = None,
-        storage: BlockStorage | None = None,
-    ) -> None:
-        self._runtime = runtime
-        self._model = model
-        self._compute = compute
-        self._state = state
-        self._placement = placement
-        self._loss_scale = loss_scale
-        self._watch = watch
-        self._carries = carries
-        self._tables = tables
-        self._storage = storage
-        self._inside = FaultsInside(model, runtime.at)
-        self.num_scalars = 2 + 2 * len(compute.metrics)
+    def __init__(self, parts: StepParts, flat: FlatTensors) -> None:
+        self._runtime, self._placement, self._watch = parts.runtime, parts.placement, parts.watch
+        self._model, self._compute, self._state = parts.model, parts.compute, parts.state
+        self._loss_scale, self._tables, self._storage = (
+            parts.loss_scale, parts.tables, parts.storage,
+        )  # fmt: skip
+        # Compression keeps carries of its own, which no microbatch sees.
+        self._carries = parts.carries if parts.compute.has_carry else None
+        self._inside = FaultsInside(parts.model, parts.runtime.at)
+        self.num_scalars = 2 + 2 * len(parts.compute.metrics)
         self._scalars = torch.zeros(self.num_scalars, dtype=torch.float64)
         self._numbers = self._scalars.numpy()
         self.use(flat)

@@ -246,7 +246,7 @@ class Recovery:
         self._goes_back = True
         self._take_place()
         parts = self._parts
-        parts.train_step.begin_anew(parts.placement.mesh.microbatches)
+        parts.train_step.reset(parts.placement.mesh.microbatches)
         progress = self._checkpointer.resume()
         if not progress.step:
             raise shared(

@@ -88,7 +88,7 @@ class Trainer:
             config, runtime, parts, self._state, self._microbatches, self._checkpointer,
             self._reporter, is_new=joins,
         )  # fmt: skip
-        self._is_state_checked = self._is_to_mend = False
+        self._is_state_checked = self._needs_repair = False
         if not joins:
             self._reporter.start(progress, is_over=self._state.is_over())
             if progress.step == 0:
@@ -140,9 +140,9 @@ class Trainer:
     def _train(self) -> Finished:
         """Step after step to the end. Only `RunState.commit` makes a step one of the run's."""
         state, train_step = self._state, self._parts.train_step
-        if self._is_to_mend:
-            train_step.mend()
-            self._is_to_mend = False
+        if self._needs_repair:
+            train_step.repair()
+            self._needs_repair = False
         self._hooks.start(state.progress)
         self._parts.pass_state.note_start()
         self._hooks.check()
@@ -254,7 +254,7 @@ class Trainer:
 
     def _recover(self) -> None:
         self._recovery.run()
-        self._is_to_mend = False
+        self._needs_repair = False
         self._is_state_checked = False  # joining ranks have not checked theirs
 
     def _try_again(self, failure: TaskFailure) -> None:
@@ -273,8 +273,8 @@ class Trainer:
 
     def _do_again(self) -> None:
         """Be ready to do a step again that was not applied; all ranks are."""
-        self._is_to_mend = True
-        self._microbatches.fetch_anew(self._state.progress.step)
+        self._needs_repair = True
+        self._microbatches.refetch(self._state.progress.step)
 
     def _hint(self, task: Task) -> None:
         """Say what the task probably does not mean, and what it says of its data."""

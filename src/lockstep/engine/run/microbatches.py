@@ -187,7 +187,7 @@ class Microbatches:
             state: whole state of the optimizer if it is sharded.
         """
         self._balancer.restart(self._parts.placement.mesh.of_each_replica)
-        self._deal_out(self._balancer.ranges, step, state)
+        self._assign(self._balancer.ranges, step, state)
 
     def balance(self, step: int, times: Sequence[Times]) -> Proposal | None:
         """Deal microbatches out by measured speed, if that gains enough; what each rank then gets.
@@ -207,10 +207,10 @@ class Microbatches:
         carries = self._parts.train_step.carries
         if carries is not None:
             carries.deal_out(of_ranks)
-        self._deal_out(proposal.ranges, step)
+        self._assign(proposal.ranges, step)
         return Proposal(of_ranks, mesh.replicas[proposal.slowest][0], proposal.slowdown)
 
-    def fetch_anew(self, step: int) -> None:
+    def refetch(self, step: int) -> None:
         """Fetch from a step on, with other worker processes if there are any."""
         self.stream.close()  # exceptions may refer to it for long, and so keep its workers alive
         self.stream = self._open(step)
@@ -219,12 +219,12 @@ class Microbatches:
         """Fetch no more."""
         self.stream.close()
 
-    def _deal_out(
+    def _assign(
         self, ranges: Sequence[Assigned], step: int, state: OptimizerState | None = None
     ) -> None:
-        self._parts.train_step.deal_out(self._parts.placement.mesh.of_ranks(ranges), state)
+        self._parts.train_step.assign(self._parts.placement.mesh.of_ranks(ranges), state)
         self._balancer.use(ranges)
-        self.fetch_anew(step)
+        self.refetch(step)
 
     def _open(self, step: int) -> Generator[Any, None, None]:
         ranges = self._parts.placement.mesh.of_ranks(self._balancer.ranges)

@@ -23,10 +23,9 @@ from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer, unequal_sett
 from lockstep.engine.optimizer.optimizer_state import OptimizerState
 from lockstep.engine.optimizer.schedule import Schedule
 from lockstep.engine.passes.block_storage import BlockStorage
-from lockstep.engine.passes.block_storage import Moment as StorageMoment
 from lockstep.engine.passes.buffers import ForwardState
 from lockstep.engine.passes.compute import Compute, LossScale
-from lockstep.engine.passes.passes import Passes
+from lockstep.engine.passes.passes import Passes, StepParts
 from lockstep.engine.placement import Placement
 from lockstep.engine.runtime import Raised, Runtime
 from lockstep.engine.snapshot.task_state import TaskState
@@ -82,18 +81,12 @@ class TrainStep:
         order_digest: Callable[[int], int],
         first_agreed: Sequence[Tensor] = (),
     ) -> None:
-        self._runtime = runtime
-        self.placement = placement
-        self._config = config
-        self._model = model
+        self._runtime, self._config, self._model = runtime, config, model
+        self.placement, self.task_state, self.watched = placement, task_state, compute.watched
         self.sharded = config.shards_optimizer
         self.with_buddy = self.sharded and config.optimizer.buddy and runtime.transport.can_regroup
-        self.task_state = task_state
-        self.watched = compute.watched
-        self.flat = flat
-        self.state = state
+        self.flat, self.state, self._local = flat, state, compute.local
         self.loss_scale = LossScale(config.precision)
-        self._local = compute.local
         self.watch = Stopwatch(placement.world.traffic)
         self._constants = constants
         self._audit = StepAudit(runtime, pass_state)
@@ -102,37 +95,21 @@ class TrainStep:
         if config.shards_gradients:
             give_back_large()
         if config.shards_gradients and isinstance(model, Pipeline):
-            self._storage = BlockStorage(model, placement, self._at)
+            self._storage = BlockStorage(
+                model, placement, lambda moment: runtime.at(moment, placement.step)
+            )
         self.carries, self._leaf_states = distributed_carries(
             runtime, config, placement, flat, first_agreed, compute.has_carry
         )
         self.tables: Tables | None = None
         if compute.lookups.tables:
             self.tables = Tables(runtime, config, placement, compute.lookups.tables, total_steps)
-        self._passes = Passes(
-            runtime,
-            model,
-            compute,
-            flat,
-            state,
-            placement,
-            self.loss_scale,
-            self.watch,
-            self.carries if compute.has_carry else None,
-            self.tables,
-            self._storage,
-        )
-        self._sums = StepSums(
-            runtime,
-            placement,
-            self._passes,
-            self.loss_scale,
-            self.watch,
-            self.carries,
-            self.tables,
-            config.log_every,
-            asked_of(task_state.task.config),
-        )
+        parts = StepParts(
+            runtime, config, model, compute, state, placement, self.loss_scale, self.watch,
+            self.carries, self.tables, self._storage,
+        )  # fmt: skip
+        self._passes = Passes(parts, flat)
+        self._sums = StepSums(parts, self._passes, asked_of(task_state.task.config))
         self.parameters = SlicedParameters(model, placement)
         if placement.in_slices:
             flat.renew()
@@ -144,20 +121,143 @@ class TrainStep:
         self.schedule = Schedule(
             task_state.task, config.schedule, total_steps, self.flat_optimizer.num_groups
         )
-        self._apply = Apply(
-            config,
-            compute.phases,
-            state,
-            self.loss_scale,
-            self.flat_optimizer,
-            self.schedule,
-            self.carries,
-            self.tables,
-            compute.local,
+        self._apply = Apply(parts, self.flat_optimizer, self.schedule)
+
+    def run(self, step: int, decays: int, batches: Iterator[Any]) -> StepResult:
+        """Compute this rank's microbatches, sum over all ranks, step the parameters.
+
+        Args:
+            step: number of the step, from 0.
+            decays: number of decays of the learning rate so far (`Progress.decays`).
+            batches: step, number and batch of each microbatch of this rank, in order.
+
+        Raises:
+            NonFiniteError: the loss or the gradient is NaN or infinite, on every rank.
+            TaskFailure: the task's code raised an exception on some rank, on every rank.
+            StepRepeated: the step is to be done again, on every rank, since its passes have changed
+                state; nothing was applied.
+        """
+        watch = self.watch
+        watch.start()
+        self._begin(step)
+        if self.tables is not None:
+            batches = self._passes.look_up(step, self.workspace.microbatches, batches)
+        factors, error = self._compute(step, decays, batches)
+        self._runtime.at("reduce", step)
+        summed = self._sum(step, factors, error)
+        self._share(step, summed)
+        norm = self._sums.norm(step, summed.scalars[1], self.workspace, self.flat)
+        self._runtime.at("optimizer", step)
+        result = self._apply.step(step, decays, factors, summed, norm, self.workspace)
+        if self.sharded:
+            self._runtime.at("gather", step)
+            watch.compute_s += watch.lap()
+            self.workspace.gather_parameters()
+            self._runtime.at("gathered", step)
+            watch.communication_s += watch.lap()
+        self._apply.summed = None
+        watch.compute_s += watch.lap()
+        return result
+
+    def _begin(self, step: int) -> None:
+        """Forget what is left of the step before, or of another try of this one."""
+        self._apply.summed = None
+        self._passes.begin(step)
+        self.workspace.reduction.restart()
+        if self.carries is not None:
+            self.carries.begin()
+
+    def _compute(
+        self, step: int, decays: int, batches: Iterator[Any]
+    ) -> tuple[list[float], Raised | None]:
+        """Compute this rank's microbatches; the factors of learning rates, and what was raised."""
+        factors: list[float] = []
+        try:
+            # A task's own schedule may raise an exception: here, where all ranks learn of it.
+            factors = self.schedule.factors(step, decays)
+            if self._local is not None:
+                self._local.factors = factors
+            self.placement.refresh()
+            self._constants.mark(step)
+            self._audit.begin(step)
+            self._passes.run(step, self.workspace.passes, batches, self.workspace.leaves)
+            self._audit.end()
+            self._constants.check(f"step {step}")
+        except (Exception, SystemExit) as error:
+            # Not raised here: the other ranks are about to enter the reduction, and would wait in
+            # it for this one. The header carries the error, and all ranks raise the same one.
+            self._audit.leave()
+            if self.placement.are_coupled and not self._runtime.transport.can_regroup:
+                raise  # others wait for this rank inside the step, and only its end wakes them
+            self.placement.give_up()  # wakes those that wait for this rank inside the step
+            return factors, error
+        return factors, None
+
+    def _sum(self, step: int, factors: Sequence[float], error: Raised | None) -> Summed:
+        """Sum over all ranks, and make sure that the step may be applied; a collective.
+
+        Nothing was stepped yet: an error leaves parameters as they are after the step before.
+        """
+        settings = order = 0
+        if self._runtime.transport.size > 1:
+            settings, order = self.flat_optimizer.settings(factors), self._order_digest(step)
+        headers = self._sums.reduce(
+            step, self.workspace, error, self._audit.is_suspicious, settings, order
         )
+        self._runtime.at("reduced", step)
+        scalars = self.workspace.reduction.total.scalars.tolist()
+        self._audit.check_failed(headers)
+        self._sums.check(step, error, headers, scalars)
+        if len(headers) > 1:
+            self._check_settings(step, headers, factors)
+        self._audit.check(headers, scalars, self.workspace)
+        return Summed(scalars, headers)
+
+    def _share(self, step: int, summed: Summed) -> None:
+        """Give every rank what it takes to apply the step, also without those that die now."""
+        watch = self.watch
+        if self.sharded:
+            self.workspace.exchange_slices()
+        if self.carries is not None:
+            self.carries.send_copies(step, [header.carry_length for header in summed.headers])
+            watch.communication_s += watch.lap()
+        if self.tables is not None:
+            self.tables.reduce(step)
+            watch.communication_s += watch.lap()
+        self.workspace.spread_buffers()
+        if self.shares_state or self.tables is not None:
+            # Should a rank die from here on, the others can apply the step (`follow`), whichever of
+            # them had applied it.
+            self._apply.summed = summed
+
+    def _check_settings(
+        self, step: int, headers: Sequence[Header], factors: Sequence[float]
+    ) -> None:
+        """Refuse to step with other learning rates, options or samples than other ranks."""
+        if len({header.order for header in headers if header.order}) > 1:
+            text = (
+                f"step {step}: Task.epoch_indices gave other indices on other ranks; it must "
+                "depend on the epoch and the generator that it is given, and on what "
+                "Task.after_step has set"
+            )
+            raise shared(TaskError(text))
+        if any(header.settings != headers[0].settings for header in headers):
+            everyone = self._runtime.transport.gather_json(
+                self.flat_optimizer.described_settings(factors)
+            )
+            raise shared(TaskError(f"step {step}: {unequal_settings(everyone)}"))
+
+    @property
+    def applied(self) -> StepResult | None:
+        """The result of an interrupted step that this rank has applied, if it has; so all must."""
+        return self._apply.result
+
+    def follow(self, step: int, decays: int, lead: StepResult) -> None:
+        """Apply an interrupted step that another rank has applied, if this rank alone can."""
+        self._apply.follow(step, decays, lead, self.workspace, self.shares_state)
 
     def give_up(self) -> None:
-        """Forget what an interrupted step has changed beside the committed state.
+        """Undo what an interrupted step has changed beside the committed state.
 
         What this rank has applied stays.
         """
@@ -169,50 +269,43 @@ class TrainStep:
             self.workspace.put_back()
         self.parameters.open()
 
-    def _at(self, moment: StorageMoment) -> None:
-        self._runtime.at(moment, self.placement.step)
-
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Go on in the same group after a failure that all ranks have noticed; a collective."""
         self._passes.restart()  # the failure may have been in an evaluation
-        self.placement.mend()
+        self.placement.repair()
         self.workspace.use(self.placement.storage)
 
-    def deal_out(
-        self,
-        ranges: Sequence[Assigned],
-        state: OptimizerState | None = None,
-    ) -> None:
+    def assign(self, ranges: Sequence[Assigned], state: OptimizerState | None = None) -> None:
         """Go on with other microbatches, or in another group; an interrupted step is given up.
 
         Args:
             ranges: microbatches of each rank.
             state: whole state of the optimizer if it is sharded and the group is another one.
         """
-        self._apply.summed = None
         self._audit.forget()
-        self.workspace = self._lay_out(ranges)
+        self._rebind(ranges, is_reset=state is not None)
         if state is not None:
-            self.flat_optimizer.own(self.workspace.stepped)
             self.flat_optimizer.load_state(state)
-        self.flat_optimizer.bind(self.workspace.stepped)
-        self.parameters.close()
 
-    def begin_anew(self, ranges: Sequence[Assigned]) -> None:
+    def reset(self, ranges: Sequence[Assigned]) -> None:
         """Forget an interrupted step and all state of the optimizer; a checkpoint must be restored.
 
         Args:
             ranges: microbatches of each rank.
         """
         self.give_up()
+        self._rebind(ranges, is_reset=True)
+
+    def _rebind(self, ranges: Sequence[Assigned], is_reset: bool) -> None:
         self._apply.summed = None
         self.workspace = self._lay_out(ranges)
-        self.flat_optimizer.own(self.workspace.stepped)
+        if is_reset:
+            self.flat_optimizer.own(self.workspace.stepped)
         self.flat_optimizer.bind(self.workspace.stepped)
         self.parameters.close()
 
     def take_place(self) -> None:
-        """Hold the shards of this rank's place on the mesh; `deal_out` must follow.
+        """Take the shards of this rank's position on the mesh; `assign` must follow.
 
         Parameters and optimizer state of shards that were not held have no content yet.
         """
@@ -245,109 +338,6 @@ class TrainStep:
             self._storage.use(self.flat, workspace)
         return workspace
 
-    def run(self, step: int, decays: int, batches: Iterator[Any]) -> StepResult:
-        """Compute this rank's microbatches, sum over all ranks, step the parameters.
-
-        Args:
-            step: number of the step, from 0.
-            decays: number of decays of the learning rate so far (`Progress.decays`).
-            batches: step, number and batch of each microbatch of this rank, in order.
-
-        Raises:
-            NonFiniteError: the loss or the gradient is NaN or infinite, on every rank.
-            TaskFailure: the task's code raised an exception on some rank, on every rank.
-            StepRepeated: the step is to be done again, on every rank, since its passes have changed
-                state; nothing was applied.
-        """
-        watch = self.watch
-        watch.start()
-        self._apply.summed = None
-        self._passes.begin(step)
-        self.workspace.reduction.restart()
-        if self.carries is not None:
-            self.carries.begin()
-        if self.tables is not None:
-            batches = self._passes.look_up(step, self.workspace.microbatches, batches)
-        factors: list[float] = []
-        error: Raised | None = None
-        try:
-            # A task's own schedule may raise an exception: here, where all ranks hear of it.
-            factors = self.schedule.factors(step, decays)
-            if self._local is not None:
-                self._local.factors = factors
-            self.placement.refresh()
-            self._constants.mark(step)
-            self._audit.begin(step)
-            self._passes.run(step, self.workspace.passes, batches, self.workspace.leaves)
-            self._audit.end()
-            self._constants.check(f"step {step}")
-        except (Exception, SystemExit) as caught:
-            # Not raised here: the other ranks are about to enter the reduction, and would wait in
-            # it for this one. The header tells them, and all raise the same error.
-            error = caught
-            self._audit.leave()
-            if self.placement.are_coupled and not self._runtime.transport.can_regroup:
-                raise  # others wait for this rank, and only its end wakes them
-            self.placement.give_up()  # or they would wait for this rank
-        self._runtime.at("reduce", step)
-        settings = order = 0
-        if self._runtime.transport.size > 1:
-            settings, order = self.flat_optimizer.settings(factors), self._order_digest(step)
-        headers = self._sums.reduce(
-            step, self.workspace, error, self._audit.is_suspicious, settings, order
-        )
-        self._runtime.at("reduced", step)
-        scalars = self.workspace.reduction.total.scalars.tolist()
-        # Before anything is stepped: an error leaves parameters as after the step before.
-        self._audit.check_failed(headers)
-        self._sums.check(step, error, headers, scalars)
-        if len(headers) > 1:
-            self._check_settings(step, headers, factors)
-        self._audit.check(headers, scalars, self.workspace)
-        summed = Summed(scalars, headers)
-        if self.sharded:
-            self.workspace.exchange_slices()
-        if self.carries is not None:
-            self.carries.send_copies(step, [header.carry_length for header in headers])
-            watch.communication_s += watch.lap()
-        if self.tables is not None:
-            self.tables.reduce(step)
-            watch.communication_s += watch.lap()
-        self.workspace.spread_buffers()
-        if self.shares_state or self.tables is not None:
-            # From here on each rank holds what it takes to apply this step. Should one die, the
-            # others can follow (`follow`), whichever of them had applied it.
-            self._apply.summed = summed
-        norm = self._sums.norm(step, scalars[1], self.workspace, self.flat)
-        self._runtime.at("optimizer", step)
-        result = self._apply.step(step, decays, factors, summed, norm, self.workspace)
-        if self.sharded:
-            self._runtime.at("gather", step)
-            watch.compute_s += watch.lap()
-            self.workspace.gather_parameters()
-            self._runtime.at("gathered", step)
-            watch.communication_s += watch.lap()
-        self._apply.summed = None
-        watch.compute_s += watch.lap()
-        return result
-
-    def _check_settings(
-        self, step: int, headers: Sequence[Header], factors: Sequence[float]
-    ) -> None:
-        """Refuse to step with other learning rates, options or samples than other ranks."""
-        if len({header.order for header in headers if header.order}) > 1:
-            text = (
-                f"step {step}: Task.epoch_indices gave other indices on other ranks; it must "
-                "depend on the epoch and the generator that it is given, and on what "
-                "Task.after_step has set"
-            )
-            raise shared(TaskError(text))
-        if any(header.settings != headers[0].settings for header in headers):
-            everyone = self._runtime.transport.gather_json(
-                self.flat_optimizer.described_settings(factors)
-            )
-            raise shared(TaskError(f"step {step}: {unequal_settings(everyone)}"))
-
     def check_modules(self) -> None:
         """Make sure that the model has the tensors that are trained and saved, and no others.
 
@@ -365,12 +355,3 @@ class TrainStep:
     def is_streamed(self) -> bool:
         """Whether whole tensors come together one at a time only, on all ranks of one column."""
         return self.placement.are_coupled and not self.placement.is_split
-
-    @property
-    def applied(self) -> StepResult | None:
-        """The result of an interrupted step that this rank has applied, if it has; so all must."""
-        return self._apply.result
-
-    def follow(self, step: int, decays: int, lead: StepResult) -> None:
-        """Apply an interrupted step that another rank has applied, as far as this one has to."""
-        self._apply.follow(step, decays, lead, self.workspace, self.shares_state)

@@ -88,7 +88,7 @@ class Workspace:
         self.microbatches = placement.mesh.rounds(in_column[rank])
         self.passes = placement.passes(self.microbatches)
         segments = [*flat.segments, *state.flat.segments]
-        tensors = [*flat.places, *state.flat.places]
+        tensors = [*flat.specs, *state.flat.specs]
         self.reduction: OrderedReduction | Rounds | CompressedReduction
         if config.shards_gradients:
             self.reduction = Rounds(
@@ -106,9 +106,9 @@ class Workspace:
             summed = Summed(
                 self._transport,
                 flat.segments,
-                flat.places,
+                flat.specs,
                 state.flat.segments,
-                state.flat.places,
+                state.flat.specs,
                 num_scalars=num_scalars,
                 num_header=num_header,
                 num_microbatches=config.num_microbatches,
