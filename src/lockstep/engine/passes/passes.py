@@ -19,7 +19,8 @@ from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.passes.backward import Backward, Forwarded
 from lockstep.engine.passes.block_storage import BlockStorage
 from lockstep.engine.passes.buffers import ForwardState
-from lockstep.engine.passes.compute import Compute, LossScale
+from lockstep.engine.passes.compute import Compute
+from lockstep.engine.passes.precision import LossScale
 from lockstep.engine.placement import Placement
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.tables.group import Tables

@@ -17,7 +17,8 @@ from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.engine.audit.constants import check_aliases
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.optimizer.choice import check_optimizer, default_optimizer
-from lockstep.engine.passes.compute import Compute, keep_compiler_out
+from lockstep.engine.passes.compute import Compute
+from lockstep.engine.passes.precision import keep_compiler_out
 from lockstep.engine.passes.stages import check_pipeline
 from lockstep.engine.placement import Placement
 from lockstep.engine.step.workspace import Workspace

@@ -24,8 +24,9 @@ from lockstep.engine.optimizer.optimizer_state import OptimizerState
 from lockstep.engine.optimizer.schedule import Schedule
 from lockstep.engine.passes.block_storage import BlockStorage
 from lockstep.engine.passes.buffers import ForwardState
-from lockstep.engine.passes.compute import Compute, LossScale
+from lockstep.engine.passes.compute import Compute
 from lockstep.engine.passes.passes import Passes, StepParts
+from lockstep.engine.passes.precision import LossScale
 from lockstep.engine.placement import Placement
 from lockstep.engine.runtime import Raised, Runtime
 from lockstep.engine.snapshot.task_state import TaskState

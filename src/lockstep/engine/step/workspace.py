@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from typing import Any
 
 import torch
 
 from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.config import TrainConfig
+from lockstep.engine.faults import Moment
 from lockstep.engine.flat_tensors import FlatTensors, Slice
 from lockstep.engine.passes.buffers import ForwardState
 from lockstep.engine.placement import Placement
@@ -88,19 +90,26 @@ class Workspace:
         self.microbatches = placement.mesh.rounds(in_column[rank])
         self.passes = placement.passes(self.microbatches)
         segments = [*flat.segments, *state.flat.segments]
-        tensors = [*flat.specs, *state.flat.specs]
+        specs = [*flat.specs, *state.flat.specs]
+        about: dict[str, Any] = {
+            "num_scalars": num_scalars,
+            "num_microbatches": config.num_microbatches,
+            "device": runtime.device,
+            "bucket_bytes": config.bucket_bytes,
+        }
+
+        def at(moment: Moment) -> None:
+            runtime.at(moment, placement.step)
+
         self.reduction: OrderedReduction | Rounds | CompressedReduction
         if config.shards_gradients:
             self.reduction = Rounds(
                 self._transport,
                 segments,
-                tensors,
-                num_scalars=num_scalars,
-                num_microbatches=config.num_microbatches,
+                specs,
                 num_replicas=len(placement.mesh.replicas),
-                device=runtime.device,
-                bucket_bytes=config.bucket_bytes,
                 order=_last_block_first(flat, len(segments), placement.late_blocks),
+                **about,
             )
         elif leaf_states is not None:
             summed = Summed(
@@ -109,35 +118,29 @@ class Workspace:
                 flat.specs,
                 state.flat.segments,
                 state.flat.specs,
-                num_scalars=num_scalars,
                 num_header=num_header,
-                num_microbatches=config.num_microbatches,
                 ranges=in_column,
-                device=runtime.device,
-                bucket_bytes=config.bucket_bytes,
                 feeds_back=config.compression.error_feedback,
                 states=leaf_states,
-                at=lambda moment: runtime.at(moment, placement.step),
+                **about,
+                at=at,
             )
-            about = config.compression
-            self.reduction = compressed_reduction(summed, about.name, about.ratio, about.rank)
+            kind = config.compression
+            self.reduction = compressed_reduction(summed, kind.name, kind.ratio, kind.rank)
         else:
             self.reduction = OrderedReduction(
                 self._transport,
                 segments,
-                tensors,
-                num_scalars=num_scalars,
+                specs,
                 num_header=num_header,
-                num_microbatches=config.num_microbatches,
                 ranges=in_column,
-                device=runtime.device,
-                bucket_bytes=config.bucket_bytes,
                 gather=not self._sharded,
                 shares_memory=config.exchange != "messages",
                 is_one_host=runtime.is_one_host,
                 hosts=placement.hosts,
                 is_measured=config.exchange == "auto",
-                at=lambda moment: runtime.at(moment, placement.step),
+                **about,
+                at=at,
             )
         self.leaves: LeafSums = (
             self.reduction if isinstance(self.reduction, Rounds) else self.reduction.fold
