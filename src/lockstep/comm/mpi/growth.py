@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,6 +21,7 @@ _MERGE_S = 30.0
 _START_S = 30.0
 
 Comm = MPI.Intracomm
+_Comm = TypeVar("_Comm", bound=MPI.Comm)
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,7 @@ class Joiner:
 
     def _start(self, argv: Sequence[str]) -> None:
         try:
-            between = MPI.COMM_SELF.Spawn(argv[0], list(argv[1:]), maxprocs=1)
-            between.Set_errhandler(MPI.ERRORS_RETURN)
+            between = _raising(MPI.COMM_SELF.Spawn(argv[0], list(argv[1:]), maxprocs=1))
             _receive(between)
         except MPI.Exception:
             self.has_failed = True
@@ -80,9 +81,7 @@ class Joiner:
         """
         assert self._between is not None
         _send(self._between, num_taken)
-        pair = self._between.Merge(high=False)
-        pair.Set_errhandler(MPI.ERRORS_RETURN)
-        return pair
+        return _raising(self._between.Merge(high=False))
 
     def dismiss(self) -> None:
         """Tell it that it will not be taken in."""
@@ -106,10 +105,9 @@ def take_in(comm: Comm, joiner: Joiner | None, num_taken: int) -> Comm | None:
     pair = between = merged = None
     try:
         pair = joiner.invite(num_taken) if joiner else None
-        between = comm.Create_intercomm(0, pair or MPI.COMM_SELF, 1 if joiner else 0, _TAG)
-        between.Set_errhandler(MPI.ERRORS_RETURN)
-        merged = between.Merge(high=False)
-        merged.Set_errhandler(MPI.ERRORS_RETURN)
+        leader = 1 if joiner else 0
+        between = _raising(comm.Create_intercomm(0, pair or MPI.COMM_SELF, leader, _TAG))
+        merged = _raising(between.Merge(high=False))
     except MPI.Exception:
         for other in (comm, pair, between):  # somebody may wait in one of them
             if other is not None:
@@ -138,8 +136,7 @@ def join() -> tuple[Comm, int]:
         The group, and how many joining ranks were taken in, this one counted.
     """
     note_loss()  # in another world than this process's own
-    parent = MPI.Comm.Get_parent()
-    parent.Set_errhandler(MPI.ERRORS_RETURN)
+    parent = _raising(MPI.Comm.Get_parent())
     try:
         _send(parent, 0)
         num_taken = _receive(parent)
@@ -148,16 +145,19 @@ def join() -> tuple[Comm, int]:
         late = threading.Timer(_MERGE_S, _vanish)
         late.daemon = True
         late.start()
-        pair = parent.Merge(high=True)
-        pair.Set_errhandler(MPI.ERRORS_RETURN)
-        between = MPI.COMM_SELF.Create_intercomm(0, pair, 0, _TAG)
-        between.Set_errhandler(MPI.ERRORS_RETURN)
-        merged = between.Merge(high=True)
-        merged.Set_errhandler(MPI.ERRORS_RETURN)
+        pair = _raising(parent.Merge(high=True))
+        between = _raising(MPI.COMM_SELF.Create_intercomm(0, pair, 0, _TAG))
+        merged = _raising(between.Merge(high=True))
         late.cancel()
     except MPI.Exception:
         _vanish()
     return merged, num_taken + 1
+
+
+def _raising(comm: _Comm) -> _Comm:
+    """A communicator whose errors are raised as exceptions: by default, MPI ends all ranks."""
+    comm.Set_errhandler(MPI.ERRORS_RETURN)
+    return comm
 
 
 def _send(between: MPI.Intercomm, value: int) -> None:
@@ -190,8 +190,6 @@ def whole(comm: MPI.Intracomm) -> MPI.Intracomm:
     Agreement is the same on all survivors. Open MPI 5 crashes where a revocation finds a
     communicator that is not complete.
     """
-    comm.Set_errhandler(MPI.ERRORS_RETURN)
-    while not agreed(comm):
+    while not agreed(_raising(comm)):
         comm = shrunk_to_living(comm)
-        comm.Set_errhandler(MPI.ERRORS_RETURN)
     return comm

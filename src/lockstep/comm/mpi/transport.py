@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from lockstep.comm.calls import CallGroup
+from lockstep.comm.mailbox import CAPACITY, Mailbox, open_mailbox
 from lockstep.comm.mpi.growth import (
     Growth,
     Joiner,
@@ -22,9 +23,7 @@ from lockstep.comm.mpi.growth import (
     take_in,
     whole,
 )
-from lockstep.comm.mpi.library import MPI, has_fault_tolerance
-from lockstep.comm.mpi.messages import DATATYPES, exchange, memory_of
-from lockstep.comm.shared_memory import CAPACITY, Mailbox, open_mailbox
+from lockstep.comm.mpi.library import DATATYPES, MPI, exchange, has_fault_tolerance, memory_of
 from lockstep.comm.transport import (
     GroupBroken,
     LocalTransport,
@@ -37,7 +36,7 @@ from lockstep.comm.transport import (
 from lockstep.errors import RankFailure
 
 _TAG = 0
-"""Of messages from one rank to another; `pairs` has its own."""
+"""Of messages from one rank to another; `exchange` has its own."""
 
 _SMALL_BYTES = 65_536
 """Of a rank, in an all-gather that is left to MPI: so much is sent without being asked for."""
@@ -127,7 +126,7 @@ class MpiTransport(Transport):
         self.traffic.add(num_own * (self.size - 1) * size, (out.numel() - num_own) * size)
         # Not Allgatherv: once Open MPI 5 knows of a loss, it moves nothing and says all is well.
         sent = [num_own] * self.size
-        exchange(self, mine, sent, [0] * self.size, out, counts, starts)
+        exchange(self.comm, self.is_damaged, mine, sent, [0] * self.size, out, counts, starts)
 
     @collective
     def all_to_all(
@@ -144,7 +143,9 @@ class MpiTransport(Transport):
         recv[here : here + own] = send[there : there + own]
         num_sent = sum(send_counts) - own
         self.traffic.add(num_sent * send.itemsize, (recv.numel() - own) * recv.itemsize)
-        exchange(self, send, send_counts, send_offsets, recv, recv_counts, starts)
+        exchange(
+            self.comm, self.is_damaged, send, send_counts, send_offsets, recv, recv_counts, starts
+        )
 
     @collective
     def broadcast(self, tensor: Tensor, root: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep.comm.calls import CallGroup
-from lockstep.comm.shared_memory import CAPACITY, Mailbox, open_mailbox
+from lockstep.comm.mailbox import CAPACITY, Mailbox, open_mailbox
 from lockstep.comm.torchdist.store import check_interfaces, meet_at
 from lockstep.comm.transport import Sending, Transport, collective, count_broadcast, offsets
 

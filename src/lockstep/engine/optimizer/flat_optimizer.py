@@ -15,7 +15,7 @@ from torch import Tensor, nn, optim
 
 from lockstep.data.random import global_state, seed_all
 from lockstep.engine.audit.hidden_state import hidden_state, module_globals
-from lockstep.engine.flat_tensors import FlatTensors, Slice, is_in, storages, within
+from lockstep.engine.flat_tensors import FlatTensors, Slice, storages
 from lockstep.engine.optimizer import bare_steps
 from lockstep.engine.optimizer.bare_steps import Keepers, Stepped
 from lockstep.engine.optimizer.choice import (
@@ -36,7 +36,7 @@ from lockstep.engine.optimizer.optimizer_state import (
     to_json,
 )
 from lockstep.errors import ConfigError, TaskError
-from lockstep.parallel.layout import Range
+from lockstep.parallel.layout import Range, is_in, within
 
 _NUMBERS = frozenset({bool, int, float})
 _DIGEST_BITS = (1 << 52) - 1

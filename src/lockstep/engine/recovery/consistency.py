@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.transport import Transport
 from lockstep.engine.digests import tensor_digest, tensors_digest
-from lockstep.engine.placement import Places
+from lockstep.engine.placement import Placement
 from lockstep.engine.runtime import everywhere
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.errors import DataError, DivergenceError, TaskError, shared
@@ -56,7 +56,7 @@ def check_start(transport: Transport, model: nn.Module) -> None:
 
 
 def check_replicas(
-    places: Places,
+    placement: Placement,
     model: nn.Module,
     buffers: Mapping[str, Tensor],
     task_state: TaskState,
@@ -68,7 +68,7 @@ def check_replicas(
     """Compare all ranks' parameters, buffers, state of the task, carries and rows after a step.
 
     Args:
-        places: place of each rank on the mesh.
+        placement: where each rank is on the mesh.
         model: model of this rank.
         buffers: buffers of the model that its `state_dict` leaves out, by name.
         task_state: state of the task and its hooks, which is compared too.
@@ -83,20 +83,20 @@ def check_replicas(
         DivergenceError: on every rank, naming the first tensor and the ranks that differ.
         TaskError: the task's state cannot be saved; on every rank.
     """
-    transport = places.world
+    transport = placement.world
     own = everywhere(transport, task_state.digests)
-    if places.in_slices and (which := _first_difference(transport, _digests(slices))):
+    if placement.in_slices and (which := _first_difference(transport, _digests(slices))):
         raise _diverged(step, which)
     for copies in (carries, rows):
         if copies is not None and (which := _first_difference(transport, copies)):
             raise _diverged(step, which)
-    if not places.is_split:
+    if not placement.is_split:
         tensors = _whole_ones(model.state_dict()) | dict(buffers)
         everyone = transport.gather_json([tensors_digest(tensors), own])
         if all(theirs == everyone[0] for theirs in everyone):
             return
     else:
-        tensors = _whole_ones(held_tensors(model, places.own)) | dict(buffers)
+        tensors = _whole_ones(held_tensors(model, placement.own)) | dict(buffers)
         units = units_of(model)
         by_unit: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():

@@ -114,8 +114,8 @@ class Recovery:
 
     def _scattered(self) -> Held:
         """What this rank holds of a group that trains."""
-        places = self._parts.places
-        return Held(places.column, places.data.rank, places.data.size)
+        placement = self._parts.placement
+        return Held(placement.column, placement.data.rank, placement.data.size)
 
     def _regroup(self, former: int, row: dict[str, Any]) -> Origin:
         """Meet those that are left and those that are new; the latter only with the same facts.
@@ -132,7 +132,7 @@ class Recovery:
         self._runtime.at("catch_up", step)
         origin = find_origin(self._transport, former, self._held, row, self._parts.facts)
         refuse_foreign_ranks(self._runtime, origin, step)
-        self._parts.places.assign([held.column for held in origin.held])
+        self._parts.placement.assign([held.column for held in origin.held])
         return origin
 
     def _agree_on_lead(self) -> Lead:
@@ -164,32 +164,32 @@ class Recovery:
         # Who has committed has whole parameters, changed by the task since they were stepped.
         pairs = zip(origin.held, lead.have_committed, strict=True)
         complete = {held.column for held, is_done in pairs if is_done}
-        if self._parts.places.in_slices:
+        if self._parts.placement.in_slices:
             complete.clear()
         return collect(train_step, origin.held, complete)
 
     def _take_place(self) -> None:
         """Connect every rank to those beside it on the mesh; few hold other units than before."""
-        places = self._parts.places
-        places.connect()
-        if places.is_split and places.column != self._held.column:
+        placement = self._parts.placement
+        placement.connect()
+        if placement.is_split and placement.column != self._held.column:
             # What it held is gone from here on, also if a further loss breaks this off.
             self._held, self._is_moved = Held(), True
             self._parts.train_step.take_place()
 
     def _lead_in_column(self, lead: Lead) -> Lead:
         """Who has come furthest of those that hold the same shards; of them copies are made."""
-        places, state = self._parts.places, self._state
-        if not places.is_split:
+        placement, state = self._parts.placement, self._state
+        if not placement.is_split:
             return lead
         is_new = self.is_new or self._is_moved
         applied = self._parts.train_step.applied
-        return find_lead(places.data, state.progress, state.result, applied, is_new)
+        return find_lead(placement.data, state.progress, state.result, applied, is_new)
 
     def _copy_from(self, lead: Lead) -> None:
         """Bring ranks that are behind, and new ones, into the state of the one that leads."""
         state, parts = self._state, self._parts
-        data = parts.places.data
+        data = parts.placement.data
         if not lead.is_ahead:
             data.agree()
             return
@@ -221,7 +221,7 @@ class Recovery:
         Returns:
             Whether nobody that is left has some of it.
         """
-        train_step, mesh = self._parts.train_step, self._parts.places.mesh
+        train_step, mesh = self._parts.train_step, self._parts.placement.mesh
         carries, tables = train_step.carries, train_step.tables
         is_lost = carries is not None and bool(carries.deal_out(mesh.microbatches))
         if tables is not None and tables.deal_out():
@@ -246,7 +246,7 @@ class Recovery:
         self._goes_back = True
         self._take_place()
         parts = self._parts
-        parts.train_step.begin_anew(parts.places.mesh.microbatches)
+        parts.train_step.reset(parts.placement.mesh.microbatches)
         progress = self._checkpointer.resume()
         if not progress.step:
             raise shared(

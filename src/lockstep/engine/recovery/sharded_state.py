@@ -67,12 +67,12 @@ def collect(train_step: TrainStep, held: Sequence[Held], complete: Set[int]) -> 
     Raises:
         RankFailure: some slice has been lost.
     """
-    places, flat = train_step.places, train_step.flat
-    own = held[places.world.rank].column
+    placement, flat = train_step.placement, train_step.flat
+    own = held[placement.world.rank].column
     mine, state = _joined(train_step, held)
-    for column in range(places.mesh.num_columns):
+    for column in range(placement.mesh.num_columns):
         roots = holders(column, held, train_step.with_buddy)
-        there = flat.segments_of(places.held_by(column))
+        there = flat.segments_of(placement.held_by(column))
         slices = slice_up(there, len(roots))
         for key in ([] if column in complete else [None]) + sorted(state.flats):
             if column == own:
@@ -83,8 +83,8 @@ def collect(train_step: TrainStep, held: Sequence[Held], complete: Set[int]) -> 
             for memory, parts in zip(flats, slices, strict=True):
                 for part, root in zip(parts, roots, strict=True):
                     if len(part):
-                        places.world.broadcast(memory[part.first : part.last], root)
-            if key is not None and column == places.column:
+                        placement.world.broadcast(memory[part.first : part.last], root)
+            if key is not None and column == placement.column:
                 state.flats[key] = flats
     return state
 
@@ -96,20 +96,20 @@ def whole_state(train_step: TrainStep) -> OptimizerState:
     """
     if not train_step.shares_state:
         return train_step.flat_optimizer.state()
-    world = train_step.places.world
+    world = train_step.placement.world
     mine, state = _joined(train_step, [Held(0)] * world.size)
     state.flats.update(mine)
     if train_step.sharded:
         slices = train_step.workspace.slices
         for segments in mine.values():
             for flat, of_ranks in zip(segments, slices, strict=True):
-                gather_slices(train_step.places.data, flat, of_ranks)
+                gather_slices(train_step.placement.data, flat, of_ranks)
     return state
 
 
 def numbers_of_state(train_step: TrainStep) -> OptimizerState:
     """All of an optimizer's state that is not tensors, and the keys of these; a collective."""
-    held = [Held(0)] * train_step.places.world.size
+    held = [Held(0)] * train_step.placement.world.size
     return _joined(train_step, held, tensors=False)[1]
 
 
@@ -122,14 +122,14 @@ def _joined(
     """
     mine = train_step.flat_optimizer.state(tensors)
     own = {"keys": sorted(mine.flats), "scalars": mine.scalars, "shared": mine.shared}
-    ranks = train_step.places.world.gather_json(own)
+    ranks = train_step.placement.world.gather_json(own)
     known = [theirs for theirs, there in zip(ranks, held, strict=True) if there.column != NEW]
     scalars: Scalars = {}
     for theirs in known:
         # A slice need not hold a piece of every group.
         scalars |= theirs["scalars"]
     keys = sorted({key for theirs in known for key in theirs["keys"]})
-    is_new = held[train_step.places.world.rank].column == NEW
+    is_new = held[train_step.placement.world.rank].column == NEW
     like = [] if is_new or not tensors else train_step.flat.flats
     flats = {key: mine.flats.get(key) or [torch.zeros_like(f) for f in like] for key in keys}
     shared_by_all = _shared([theirs["shared"] for theirs in known])

@@ -88,7 +88,7 @@ class Trainer:
             config, runtime, parts, self._state, self._microbatches, self._checkpointer,
             self._reporter, is_new=joins,
         )  # fmt: skip
-        self._is_state_checked = self._is_to_mend = False
+        self._is_state_checked = self._needs_repair = False
         if not joins:
             self._reporter.start(progress, is_over=self._state.is_over())
             if progress.step == 0:
@@ -140,9 +140,9 @@ class Trainer:
     def _train(self) -> Finished:
         """Step after step to the end. Only `RunState.commit` makes a step one of the run's."""
         state, train_step = self._state, self._parts.train_step
-        if self._is_to_mend:
-            train_step.mend()
-            self._is_to_mend = False
+        if self._needs_repair:
+            train_step.repair()
+            self._needs_repair = False
         self._hooks.start(state.progress)
         self._parts.pass_state.note_start()
         self._hooks.check()
@@ -231,7 +231,7 @@ class Trainer:
                 parts.model,
                 parts.compute,
                 self._runtime.heartbeat.beat,
-                parts.places,
+                parts.placement,
                 parts.train_step.tables,
             )
             scores[name] = self._evaluation_audit.run(name, evaluate)
@@ -254,7 +254,7 @@ class Trainer:
 
     def _recover(self) -> None:
         self._recovery.run()
-        self._is_to_mend = False
+        self._needs_repair = False
         self._is_state_checked = False  # joining ranks have not checked theirs
 
     def _try_again(self, failure: TaskFailure) -> None:
@@ -273,15 +273,15 @@ class Trainer:
 
     def _do_again(self) -> None:
         """Be ready to do a step again that was not applied; all ranks are."""
-        self._is_to_mend = True
-        self._microbatches.fetch_anew(self._state.progress.step)
+        self._needs_repair = True
+        self._microbatches.refetch(self._state.progress.step)
 
     def _hint(self, task: Task) -> None:
         """Say what the task probably does not mean, and what it says of its data."""
         parts = self._parts
         means: list[str] = []
         # Where all ranks have a loss, and each of them can compute the model by itself.
-        if not parts.places.are_staged and not parts.places.in_slices:
+        if not parts.placement.are_staged and not parts.placement.in_slices:
             means = mean_loss(parts.model, parts.compute, parts.loader)
         remarks = everywhere(self._transport, task.data_remarks)
         for hint in (*ignored_methods(type(task)), *means, *remarks):
@@ -327,4 +327,4 @@ class Trainer:
         if train_step.is_streamed:
             return streamed_digest(train_step, parts.model, unsaved)
         with train_step.parameters.whole():
-            return whole_digest(parts.places, parts.model, train_step.flat, unsaved)
+            return whole_digest(parts.placement, parts.model, train_step.flat, unsaved)

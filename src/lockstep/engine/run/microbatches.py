@@ -176,7 +176,7 @@ class Microbatches:
         self._parts = parts
         # In rounds all wait for the slowest rank, whoever has more of them.
         every = 0 if config.shards_gradients else config.balance_every
-        self._balancer = Balancer(every, parts.places.mesh.of_each_replica)
+        self._balancer = Balancer(every, parts.placement.mesh.of_each_replica)
         self.stream = self._open(progress.step)
 
     def regroup(self, step: int, state: OptimizerState | None) -> None:
@@ -186,8 +186,8 @@ class Microbatches:
             step: number of the next step, from 0.
             state: whole state of the optimizer if it is sharded.
         """
-        self._balancer.restart(self._parts.places.mesh.of_each_replica)
-        self._deal_out(self._balancer.ranges, step, state)
+        self._balancer.restart(self._parts.placement.mesh.of_each_replica)
+        self._assign(self._balancer.ranges, step, state)
 
     def balance(self, step: int, times: Sequence[Times]) -> Proposal | None:
         """Deal microbatches out by measured speed, if that gains enough; what each rank then gets.
@@ -199,7 +199,7 @@ class Microbatches:
         if self._balancer.is_idle:
             return None
         # A replica's ranks wait for one another inside a microbatch: any of them tells its speed.
-        mesh = self._parts.places.mesh
+        mesh = self._parts.placement.mesh
         proposal = self._balancer.propose([times[ranks[0]] for ranks in mesh.replicas])
         if proposal is None:
             return None
@@ -207,10 +207,10 @@ class Microbatches:
         carries = self._parts.train_step.carries
         if carries is not None:
             carries.deal_out(of_ranks)
-        self._deal_out(proposal.ranges, step)
+        self._assign(proposal.ranges, step)
         return Proposal(of_ranks, mesh.replicas[proposal.slowest][0], proposal.slowdown)
 
-    def fetch_anew(self, step: int) -> None:
+    def refetch(self, step: int) -> None:
         """Fetch from a step on, with other worker processes if there are any."""
         self.stream.close()  # exceptions may refer to it for long, and so keep its workers alive
         self.stream = self._open(step)
@@ -219,14 +219,14 @@ class Microbatches:
         """Fetch no more."""
         self.stream.close()
 
-    def _deal_out(
+    def _assign(
         self, ranges: Sequence[Assigned], step: int, state: OptimizerState | None = None
     ) -> None:
-        self._parts.train_step.deal_out(self._parts.places.mesh.of_ranks(ranges), state)
+        self._parts.train_step.assign(self._parts.placement.mesh.of_ranks(ranges), state)
         self._balancer.use(ranges)
-        self.fetch_anew(step)
+        self.refetch(step)
 
     def _open(self, step: int) -> Generator[Any, None, None]:
-        ranges = self._parts.places.mesh.of_ranks(self._balancer.ranges)
+        ranges = self._parts.placement.mesh.of_ranks(self._balancer.ranges)
         microbatches = ranges[self._transport.rank]
         return self._parts.loader.stream(microbatches, step, self._parts.total_steps)

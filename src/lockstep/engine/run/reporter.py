@@ -116,7 +116,7 @@ class Reporter:
         self._slots = slots
         self._times = [Times() if r == NOWHERE else self._times[r] for r in origin.former]
         self._way = None  # to be said of the new group, too
-        dealt = tuple(map(len, self._parts.places.mesh.microbatches))
+        dealt = tuple(map(len, self._parts.placement.mesh.microbatches))
         emit(
             Recovered(
                 step=step,
@@ -182,7 +182,7 @@ class Reporter:
         self, progress: Progress, rows: Sequence[dict[str, Any]], known: Sequence[int]
     ) -> None:
         """Name the processes that were not known by now."""
-        ranges = self._parts.places.mesh.microbatches
+        ranges = self._parts.placement.mesh.microbatches
         for rank, row in enumerate(rows):
             if row["slot"] not in known:
                 own = tuple(ranges[rank])
@@ -215,7 +215,7 @@ class Reporter:
                 "checkpoint; to go on without dead ranks start with `lockstep train -n N`, or with "
                 "`mpirun --with-ft ulfm` of Open MPI 5"
             )
-        mesh = self._parts.places.mesh
+        mesh = self._parts.placement.mesh
         if mesh.incomplete:
             sizes = {"mesh.pp": mesh.pp, "mesh.tp": mesh.tp}
             keys = ", ".join(f"{key}={size}" for key, size in sizes.items() if size > 1)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lockstep.comm.mpi.collectives import without_hierarchy
+from lockstep.comm.mpi import without_hierarchy
 from lockstep.errors import LaunchError, shortened
 from lockstep.launching.host import supervised_rank, supervisor, torchrun
 from lockstep.launching.host.parent_watch import bound_to_parent
