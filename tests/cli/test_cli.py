@@ -156,3 +156,15 @@ def test_exit_codes_of_children_are_kept_where_their_signal_was_ignored(here):
         assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGCHLD, before)
+
+
+def test_an_interpreter_that_is_to_stay_shows_no_exit_code_as_a_traceback(tmp_path):
+    argv = [sys.executable, "-m", "lockstep", "train", "nothing"]
+    env = os.environ | {"PYTHONINSPECT": "1"}
+    done = subprocess.run(
+        argv, cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: unknown recipe 'nothing'")
+    assert "Traceback" not in done.stderr
