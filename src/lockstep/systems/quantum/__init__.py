@@ -86,7 +86,6 @@ SYSTEM = System(
 )
 
 __all__ = [
-    "SYSTEM",
     "Angle",
     "Channel",
     "Circuit",

@@ -36,7 +36,6 @@ SYSTEM = System(
 __all__ = [
     "CQRRPT",
     "RSVD",
-    "SYSTEM",
     "Candidate",
     "Choice",
     "RandomFeatureAttention",

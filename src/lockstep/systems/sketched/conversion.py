@@ -226,7 +226,7 @@ def _trained(run_dir: Path, which: str) -> tuple[Task, TrainConfig, nn.Module]:
     if target not in recipe_names():
         raise ConfigError(
             f"{run_dir}: is a run of {target or 'a script'}, and this command converts those of "
-            "recipes; in Python, lockstep.systems.sketched.replace_layers converts any model"
+            "recipes; in Python, lockstep.sketch.replace_layers converts any model"
         )
     kind = load_recipe(target)
     config = load(kind.Config, run_dir / "config.yaml")
