@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lockstep.systems.hrm.data.arrays import Use, keyed
 from lockstep.systems.hrm.data.build import build
 from lockstep.systems.hrm.data.format import read_dataset
-from lockstep.systems.hrm.data.request import Options
+from lockstep.systems.hrm.data.sources import Options
 from lockstep.systems.hrm.data.sudoku.board import (
     Grid,
     SolutionSplit,

@@ -1,20 +1,28 @@
-"""The groups of a Sudoku dataset, from its own puzzles or the public CSV."""
+"""The groups of a Sudoku dataset: generated puzzles, or those of a public CSV file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.config.parsing import shown
 from lockstep.errors import DataError
-from lockstep.systems.hrm.data.arrays import Use, keyed
-from lockstep.systems.hrm.data.csv_rows import DEFAULT_COUNT, Pairs, Row, chosen, read_rows
-from lockstep.systems.hrm.data.request import Group, NamesIdentifier, Options, Source, asked
+from lockstep.systems.hrm.data.arrays import Use
+from lockstep.systems.hrm.data.sources import (
+    DEFAULT_COUNT,
+    Options,
+    Pairs,
+    Row,
+    Source,
+    choose_pairs,
+    pair_source,
+    read_rows,
+)
 from lockstep.systems.hrm.data.sudoku.board import (
     Board,
     SolutionSplit,
@@ -23,16 +31,70 @@ from lockstep.systems.hrm.data.sudoku.board import (
     draw_symmetries,
     to_tokens,
 )
-from lockstep.systems.hrm.data.sudoku.solver import Wanted, puzzles
+from lockstep.systems.hrm.data.sudoku.solver import puzzles
 from lockstep.systems.hrm.data.writer import Puzzle
 
+DEFAULT_AUGMENT: Mapping[int, int] = {4: 10, 6: 100, 9: 1000}
+"""Augmentations of a puzzle by the size of the board; 1,000 for 9x9 as published."""
+
 _BLOCK_ROWS = 4096
+
+
+def sudoku_source(options: Options) -> Source:
+    """Puzzles that are generated, or sampled from CSV files.
+
+    Augmentations are drawn with replacement, as published: one may be drawn twice.
+
+    Raises:
+        ConfigError: there is no such size, or there are fewer puzzles than requested.
+        DataError: a CSV file is missing or damaged.
+    """
+    board = board_of(options.size or 4)
+    num_augment = DEFAULT_AUGMENT[board.side] if options.augment is None else options.augment
+    splits = _from_csv(board, options) if options.csv else _generated(board, options)
+    group = partial(_group, board)
+    return pair_source(board.vocab_size, board.cells, splits, options.seed, num_augment, group)
+
+
+def _generated(board: Board, options: Options) -> dict[str, Iterator[Pairs]]:
+    counts = {Use.TRAIN: options.train, Use.TEST: options.test}
+    return {
+        use.name.lower(): islice(
+            puzzles(board, options.seed, use, options.clues or 0, options.rating or 0),
+            count or DEFAULT_COUNT,
+        )
+        for use, count in counts.items()
+    }
+
+
+def _from_csv(board: Board, options: Options) -> dict[str, list[Pairs]]:
+    split = SolutionSplit(board, options.seed)
+
+    def read(path: Path) -> Iterator[Pairs]:
+        return read_puzzles(path, board, options.rating or 0)
+
+    def divide(pairs: Iterator[Pairs]) -> Iterator[tuple[str, Pairs]]:
+        for pair in pairs:
+            yield "test" if split.is_test(pair.answers[0]) else "train", pair
+
+    return choose_pairs(options, read, divide)
+
+
+def _group(
+    board: Board, pair: Pairs, num_augment: int, generator: np.random.Generator
+) -> Iterator[Puzzle]:
+    symmetries = draw_symmetries(board, generator, num_augment)
+    questions = np.concatenate([pair.questions, symmetries(pair.questions[0])])
+    answers = np.concatenate([pair.answers, symmetries(pair.answers[0])])
+    inputs, labels = to_tokens(questions), to_tokens(answers)
+    for number in range(len(inputs)):
+        yield Puzzle(0, inputs[number : number + 1], labels[number : number + 1])
 
 
 def read_puzzles(path: Path, board: Board, least_rating: int = 0) -> Iterator[Pairs]:
     """The puzzles of a CSV file, block by block, as grids.
 
-    That a puzzle has no second solution is not checked: it takes a second for some of them.
+    Uniqueness of solutions is not checked, which takes a second for some puzzles.
 
     Raises:
         DataError: as `read_rows`; or a question or answer is not of the board, breaks the rules, or
@@ -48,7 +110,7 @@ def read_puzzles(path: Path, board: Board, least_rating: int = 0) -> Iterator[Pa
 
 
 def _checked(path: Path, board: Board, rows: list[Row]) -> Pairs:
-    """The grids of some rows: one look at all of them, another one at those that are wrong."""
+    """The grids of some rows, checked together: checking row by row would be slow."""
     questions = _grids(path, board, rows, "question")
     answers = _grids(path, board, rows, "answer")
     for problem, wrong in (
@@ -85,77 +147,3 @@ def _grids(path: Path, board: Board, rows: list[Row], column: str) -> npt.NDArra
     joined = "".join(getattr(row, column) for row in rows).replace(".", "0").encode("ascii")
     digits = np.frombuffer(joined, np.uint8) - np.uint8(ord("0"))
     return np.asarray(digits.reshape(len(rows), board.cells), np.uint8)
-
-
-DEFAULT_AUGMENT: Mapping[int, int] = MappingProxyType({4: 10, 6: 100, 9: 1000})
-"""Augmentations of a puzzle by the size of the board; 1,000 for 9x9 as published."""
-
-
-def sudoku_source(options: Options) -> Source:
-    """Puzzles that are made, or chosen from CSV files.
-
-    Augmentations are drawn with replacement, as published: one may be drawn twice.
-
-    Raises:
-        ConfigError: the size is none, or there are fewer puzzles than asked for.
-        DataError: a CSV file is missing or damaged.
-    """
-    board = board_of(asked(options.size, 4))
-    num_augment = asked(options.augment, DEFAULT_AUGMENT[board.side])
-    found: Mapping[str, Iterable[Pairs]]
-    if options.csv:
-        lists = _from_csv(board, options)
-        found, total = lists, sum(map(len, lists.values()))
-    else:
-        found, total = _made(board, options)
-
-    def groups(_: NamesIdentifier) -> Iterator[Group]:
-        for split, pairs in found.items():
-            for number, pair in enumerate(pairs):
-                generator = keyed(options.seed, Use.AUGMENT, number)
-                count = num_augment if split == "train" else 0
-                yield split, list(_group(board, pair, count, generator))
-
-    return Source(board.vocab_size, board.cells, total, groups)
-
-
-def _made(board: Board, options: Options) -> tuple[dict[str, Iterable[Pairs]], int]:
-    """Puzzles of both splits, made when they are asked for, and how many there will be."""
-    wanted = Wanted(asked(options.clues, 0), asked(options.rating, 0))
-    counts = {
-        Use.TRAIN: asked(options.train, DEFAULT_COUNT),
-        Use.TEST: asked(options.test, DEFAULT_COUNT),
-    }
-    made = {
-        use.name.lower(): (
-            Pairs(puzzle.question[None], puzzle.answer[None])
-            for puzzle in islice(puzzles(board, options.seed, use, wanted), count)
-        )
-        for use, count in counts.items()
-    }
-    return dict(made), sum(counts.values())
-
-
-def _from_csv(board: Board, options: Options) -> dict[str, list[Pairs]]:
-    split = SolutionSplit(board, options.seed)
-
-    def read(path: Path) -> Iterator[Pairs]:
-        return read_puzzles(path, board, asked(options.rating, 0))
-
-    def divide(pairs: Iterator[Pairs]) -> Iterator[tuple[str, Pairs]]:
-        for pair in pairs:
-            yield "test" if split.is_test(pair.answers[0]) else "train", pair
-
-    return chosen(options, read, divide)
-
-
-def _group(
-    board: Board, pair: Pairs, num_augment: int, generator: np.random.Generator
-) -> Iterator[Puzzle]:
-    """The puzzle and its augmentations; none has an identifier of its own."""
-    symmetries = draw_symmetries(board, generator, num_augment)
-    questions = np.concatenate([pair.questions, symmetries(pair.questions[0])])
-    answers = np.concatenate([pair.answers, symmetries(pair.answers[0])])
-    inputs, labels = to_tokens(questions), to_tokens(answers)
-    for number in range(len(inputs)):
-        yield Puzzle(0, inputs[number : number + 1], labels[number : number + 1])

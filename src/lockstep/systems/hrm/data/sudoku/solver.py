@@ -1,38 +1,34 @@
-"""Solving by backtracking over bit masks, and puzzles with one solution."""
+"""Solves Sudokus by backtracking over bit masks, and makes puzzles with one solution."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from lockstep.errors import ConfigError
 from lockstep.systems.hrm.data.arrays import Use, keyed
+from lockstep.systems.hrm.data.sources import Pairs
 from lockstep.systems.hrm.data.sudoku.board import Board, Grid, SolutionSplit
 
 
 class Solver:
     """Solves grids of one board; deterministic, so that ratings are those of any machine.
 
-    In each step the first empty cell is taken that has no more than one digit left, or else the
-    first of those that have fewest; its digits are tried in ascending order. A backtrack is a digit
-    that was tried in vain.
+    Each step fills the first empty cell that has at most one possible digit, or else the first one
+    with the fewest; its digits are tried in ascending order. A backtrack is a digit that led to no
+    solution.
     """
 
     def __init__(self, board: Board) -> None:
         """Prepare for a board."""
         self.board = board
-        self._all = (1 << board.side) - 1
+        self._all_digits = (1 << board.side) - 1
         boxes = board.boxes.tolist()
         self._units = [
             (cell // board.side, cell % board.side, boxes[cell]) for cell in range(board.cells)
         ]
-
-    @cached_property
-    def _ascending(self) -> list[list[int]]:
-        return [[1 << digit for digit in range(self.board.side)]] * self.board.cells
+        self._ascending = [[1 << digit for digit in range(board.side)]] * board.cells
 
     def count(self, grid: Grid, limit: int = 2) -> int:
         """The number of solutions of a grid [cells], up to a limit."""
@@ -43,11 +39,11 @@ class Solver:
         return self._first(grid.tolist(), self._ascending)
 
     def rating(self, grid: Grid) -> int:
-        """How difficult a grid [cells] is: backtracks until its first solution."""
+        """The difficulty of a grid [cells]: the number of backtracks to its first solution."""
         return self._search(grid.tolist(), self._ascending, 1).num_backtracks
 
     def random_solution(self, generator: np.random.Generator) -> Grid:
-        """A solution found with the digits of each cell tried in an order drawn for it."""
+        """A solution that is found when each cell tries its digits in a random order."""
         digits = np.tile(1 << np.arange(self.board.side), (self.board.cells, 1))
         orders = generator.permuted(digits, axis=1).tolist()
         found = self._first([0] * self.board.cells, orders)
@@ -55,10 +51,10 @@ class Solver:
         return found
 
     def stays_unique(self, digits: list[int], cell: int) -> bool:
-        """Whether a grid that has one solution has one only without the digit of a cell.
+        """Whether a grid with one solution still has only one once a clue is removed.
 
-        It has another one only if there is one with another digit there: most are excluded by
-        the row, the column or the box alone.
+        A second solution has another digit in that cell, and the row, the column and the box
+        exclude most of the other digits.
 
         Args:
             digits: the grid [cells]; unchanged afterwards.
@@ -66,10 +62,10 @@ class Solver:
         """
         own = digits[cell]
         row, column, box = self._units[cell]
-        possible = self._all
-        for place, digit in enumerate(digits):
-            if digit and place != cell:
-                units = self._units[place]
+        possible = self._all_digits
+        for other, digit in enumerate(digits):
+            if digit and other != cell:
+                units = self._units[other]
                 if units[0] == row or units[1] == column or units[2] == box:
                     possible &= ~(1 << digit - 1)
         for digit in range(1, self.board.side + 1):
@@ -86,26 +82,30 @@ class Solver:
         return np.array(search.digits, np.uint8) if search.num_found else None
 
     def _search(self, digits: Sequence[int], orders: list[list[int]], limit: int) -> _Search:
-        search = _Search(self._all, self._units, orders, limit)
+        search = _Search(self._all_digits, self._units, orders, limit)
         if search.place(digits):
             search.run()
         return search
 
 
 class _Search:
-    """One search for solutions.
+    """A search for solutions.
 
     Attributes:
         digits: the last solution that was found.
         num_found: number of solutions so far.
-        num_backtracks: digits that were tried in vain, before the limit was reached.
+        num_backtracks: number of digits that led to no solution, before the limit was reached.
     """
 
     def __init__(
-        self, full: int, units: list[tuple[int, int, int]], orders: list[list[int]], limit: int
+        self,
+        all_digits: int,
+        units: list[tuple[int, int, int]],
+        orders: list[list[int]],
+        limit: int,
     ) -> None:
-        side = full.bit_length()
-        self._full, self._units, self._orders, self._limit = full, units, orders, limit
+        side = all_digits.bit_length()
+        self._all_digits, self._units, self._orders, self._limit = all_digits, units, orders, limit
         self._rows, self._columns, self._boxes = [0] * side, [0] * side, [0] * side
         self._empty: list[int] = []
         self._grid: list[int] = []
@@ -113,7 +113,7 @@ class _Search:
         self.num_found = self.num_backtracks = 0
 
     def place(self, digits: Sequence[int]) -> bool:
-        """Take the digits that are given; False if they contradict one another."""
+        """Enter the clues; False if they contradict one another."""
         self._grid = list(digits)
         for cell, digit in enumerate(digits):
             row, column, box = self._units[cell]
@@ -129,7 +129,7 @@ class _Search:
         return True
 
     def run(self) -> None:
-        """Fill what is empty, by recursion, until the limit is reached."""
+        """Fill the empty cells, recursively, until the limit is reached."""
         if not self._empty:
             self.num_found += 1
             self.digits = list(self._grid)
@@ -137,7 +137,7 @@ class _Search:
         index, possible = self._choose()
         if not possible:
             return
-        # Taken out where it stands, and put back there: the order of the others must not change.
+        # Reinserted at the same index below: the order of the others decides ratings.
         cell = self._empty.pop(index)
         row, column, box = self._units[cell]
         for bit in self._orders[cell]:
@@ -160,12 +160,12 @@ class _Search:
         self._empty.insert(index, cell)
 
     def _choose(self) -> tuple[int, int]:
-        """The place in `_empty` of the cell to fill next, and the digits it may have."""
+        """The index in `_empty` of the cell to fill next, and the digits it may have."""
         rows, columns, boxes, units = self._rows, self._columns, self._boxes, self._units
         fewest, chosen, digits = 99, 0, 0
         for index, cell in enumerate(self._empty):
             row, column, box = units[cell]
-            possible = self._full & ~(rows[row] | columns[column] | boxes[box])
+            possible = self._all_digits & ~(rows[row] | columns[column] | boxes[box])
             count = possible.bit_count()
             if count < fewest:
                 if count < 2:
@@ -175,78 +175,49 @@ class _Search:
 
 
 _MOST_FAILURES = 2000
-"""Draws in a row that are of no use, before it is said that there are no more puzzles."""
+"""Draws in a row without a new puzzle, after which generation gives up."""
 
 
-@dataclass(frozen=True)
-class Sudoku:
-    """A puzzle and its solution, both [cells]; 0 is a blank."""
-
-    question: Grid
-    answer: Grid
-
-
-def dig(
-    solver: Solver,
-    answer: Grid,
-    generator: np.random.Generator,
-    num_clues: int = 0,
-    rating: int | None = None,
-) -> Grid:
+def dig(solver: Solver, answer: Grid, generator: np.random.Generator, num_clues: int = 0) -> Grid:
     """A puzzle with one solution, which is `answer`.
 
-    Clues are taken away in random order, each that leaves one solution, until what is asked for is
-    reached; else no clue can go any more at the end.
+    Clues are removed in random order wherever one solution is left, down to `num_clues`, or until
+    no other clue can be removed.
 
     Args:
         solver: solver of the board.
         answer: a solution grid [cells].
         generator: draws the order.
         num_clues: number of clues to stop at.
-        rating: if given, the rating (`Solver.rating`) to stop at.
     """
     digits = answer.tolist()
-    left = len(digits)
+    num_left = len(digits)
     for cell in generator.permutation(len(digits)).tolist():
-        if left <= num_clues:
+        if num_left <= num_clues:
             break
-        if not solver.stays_unique(digits, cell):
-            continue
-        digits[cell] = 0
-        left -= 1
-        if rating is not None and solver.rating(np.array(digits, np.uint8)) >= rating:
-            break
+        if solver.stays_unique(digits, cell):
+            digits[cell] = 0
+            num_left -= 1
     return np.array(digits, np.uint8)
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What puzzles are asked for.
+def puzzles(
+    board: Board, seed: int, use: Use, num_clues: int = 0, rating: int = 0
+) -> Iterator[Pairs]:
+    """An endless sequence of different puzzles of one split, each as a pair of [1, cells].
 
-    Attributes:
-        num_clues: number of clues to stop at; puzzles may have more, if no other one can go.
-        rating: least rating of a puzzle; those that do not reach it are not taken.
-    """
-
-    num_clues: int = 0
-    rating: int = 0
-
-
-def puzzles(board: Board, seed: int, use: Use, wanted: Wanted | None = None) -> Iterator[Sudoku]:
-    """Different puzzles without end, of one side of the split.
-
-    The n-th draw depends on the seed, the side and n only.
+    The n-th draw depends on the seed, the split and n only.
 
     Args:
         board: the board.
         seed: seed of all draws, and of the split.
-        use: `TRAIN` or `TEST`: which solutions are taken, see `split`.
-        wanted: what is asked for; minimal puzzles by default.
+        use: `TRAIN` or `TEST`: which solutions are used, see `SolutionSplit`.
+        num_clues: number of clues to stop at; puzzles have more where no other one can be removed.
+        rating: lowest rating of a puzzle.
 
     Raises:
-        ConfigError: no more puzzles can be found that are as asked for.
+        ConfigError: no more such puzzles can be found.
     """
-    wanted = wanted or Wanted()
     solver, split = Solver(board), SolutionSplit(board, seed)
     seen: set[bytes] = set()
     number = failures = 0
@@ -257,12 +228,12 @@ def puzzles(board: Board, seed: int, use: Use, wanted: Wanted | None = None) -> 
         answer = solver.random_solution(generator)
         if split.is_test(answer) != (use == Use.TEST):
             continue
-        question = dig(solver, answer, generator, wanted.num_clues)
-        if question.tobytes() in seen or solver.rating(question) < wanted.rating:
+        question = dig(solver, answer, generator, num_clues)
+        if question.tobytes() in seen or solver.rating(question) < rating:
             continue
         seen.add(question.tobytes())
         failures = 0
-        yield Sudoku(question, answer)
+        yield Pairs(question[None], answer[None])
     raise ConfigError(
         f"no more than {len(seen)} {board.side}x{board.side} puzzles were found that are as "
         "asked for; ask for fewer, for an easier rating, or take another seed"

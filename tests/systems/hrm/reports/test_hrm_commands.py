@@ -14,7 +14,7 @@ import pytest
 from lockstep.systems.hrm.data.sudoku.board import board_of
 from lockstep.systems.hrm.data.sudoku.solver import Solver
 from lockstep.systems.hrm.reports.scores import by_segments
-from lockstep.systems.hrm.reports.trained import Answers, Trained, trained
+from lockstep.systems.hrm.reports.trained_model import Answers, TrainedModel, load_trained
 
 Here = Callable[..., Any]
 CLUES = "1... .... .... ...4"
@@ -23,16 +23,16 @@ CLUES = "1... .... .... ...4"
 @pytest.fixture
 def solving(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model answers with a solution from the second segment on, and halts after the first."""
-    answers_of = Trained.answers
+    answers_of = TrainedModel.answers
 
-    def answers(self: Trained, inputs: Any, segments: int, identifiers: Any) -> Answers:
+    def answers(self: TrainedModel, inputs: Any, segments: int, identifiers: Any) -> Answers:
         found = answers_of(self, inputs, segments, identifiers)
         solution = Solver(board_of(4)).solve((inputs[0] - 1).astype(np.uint8))
         assert solution is not None
         found.tokens[1:] = solution + 1
         return replace(found, wants=np.ones_like(found.wants))
 
-    monkeypatch.setattr(Trained, "answers", answers)
+    monkeypatch.setattr(TrainedModel, "answers", answers)
 
 
 def test_a_solution_ends_with_0(here: Here, sudokus: Path, solving: None) -> None:
@@ -99,7 +99,7 @@ def test_colours_only_where_they_are_wanted(
 
 
 def test_a_maze_from_a_file(here: Here, mazes: Path, tmp_path: Path) -> None:
-    question = trained(mazes, "latest").puzzles("val")[0][1]
+    question = load_trained(mazes, "latest").puzzles("val")[0][1]
     text = "".join("?# SGo"[token] for token in question)
     lines = "\n".join(text[start : start + 30] for start in range(0, 900, 30))
     (tmp_path / "maze.txt").write_text(lines)
@@ -158,7 +158,7 @@ def test_a_table_by_number_of_segments(here: Here, sudokus: Path) -> None:
     first, head, *rows = done.stdout.splitlines()
     assert first == "7 puzzles of val, checkpoint of step 3"
     assert head.split() == ["segments", "exact", "accuracy", "mean", "segments"]
-    run = trained(sudokus, "latest")
+    run = load_trained(sudokus, "latest")
     inputs, labels = run.puzzles("val")
     for row, score in zip(
         rows, by_segments(run, inputs[:7], labels[:7], [1, 4], True), strict=True
@@ -206,7 +206,7 @@ def test_a_page_that_cannot_be_written_leaves_nothing(
 
     assert here("hrm", "view", str(sudokus), "--output", "old", "--num", "1").returncode == 0
     before = {path: path.read_bytes() for path in (tmp_path / "old").iterdir()}
-    monkeypatch.setattr("lockstep.systems.hrm.reports.gathered.np.savez", full)
+    monkeypatch.setattr("lockstep.systems.hrm.reports.page.np.savez", full)
     for output in ("new", "old"):
         refused(
             here("hrm", "view", str(sudokus), "--output", output),

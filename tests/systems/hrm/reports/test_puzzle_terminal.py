@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from lockstep.systems.hrm.data.maze import to_tokens
-from lockstep.systems.hrm.reports.kinds import kind_of
-from lockstep.systems.hrm.reports.shown import (
+from lockstep.systems.hrm.reports.rules import kind_of
+from lockstep.systems.hrm.reports.terminal import (
     CHANGED,
     FILLED,
     GIVEN,
@@ -18,7 +18,7 @@ from lockstep.systems.hrm.reports.shown import (
     num_mistakes,
     probability,
 )
-from lockstep.systems.hrm.reports.trained import Answers
+from lockstep.systems.hrm.reports.trained_model import Answers
 
 SUDOKU, MAZE = kind_of(6, 16), kind_of(6, 9)
 SOLUTION = np.array([int(digit) + 1 for digit in "1234341221434321"], np.uint8)

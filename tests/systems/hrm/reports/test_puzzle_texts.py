@@ -14,8 +14,8 @@ from lockstep.systems.hrm.data.arrays import Use, keyed
 from lockstep.systems.hrm.data.maze import mazes, to_text
 from lockstep.systems.hrm.data.sudoku.board import board_of
 from lockstep.systems.hrm.data.sudoku.solver import Solver
-from lockstep.systems.hrm.reports.kinds import Kind, kind_of
-from lockstep.systems.hrm.reports.shown import given_text, numbered, parsed
+from lockstep.systems.hrm.reports.rules import Kind, kind_of
+from lockstep.systems.hrm.reports.terminal import given_text, numbered, parse
 
 SUDOKU, MAZE = kind_of(6, 16), kind_of(6, 900)
 QUESTION = next(mazes(0, Use.TEST)).questions[0]
@@ -33,7 +33,7 @@ def test_any_blanks_and_white_space_of_a_sudoku(side: int, seed: int, data: st.D
         text += str(digit) if digit else data.draw(st.sampled_from("0."))
         text += data.draw(st.sampled_from(["", "", " ", "\n", "\t", " \r\n"]))
     assert given_text(text) == (text, "puzzle")
-    tokens = parsed(text, kind_of(side + 2, side**2), "puzzle")
+    tokens = parse(text, kind_of(side + 2, side**2), "puzzle")
     assert tokens.tolist() == (digits + 1).tolist()
 
 
@@ -42,7 +42,7 @@ def test_any_blanks_and_white_space_of_a_sudoku(side: int, seed: int, data: st.D
 def test_any_text_is_a_puzzle_or_an_error_of_one_message(text: str, kind: Kind) -> None:
     message, shape = "", None
     try:
-        shape = parsed(text, kind, "here").shape
+        shape = parse(text, kind, "here").shape
     except LockstepError as error:
         message = str(error)
     assert shape == (kind.cells,) or (message.startswith("here: ") and "\n" not in message)
@@ -64,14 +64,14 @@ def test_any_text_is_a_puzzle_or_an_error_of_one_message(text: str, kind: Kind) 
 )
 def test_bad_sudokus(text: str, message: str) -> None:
     with pytest.raises(DataError, match=f"^here: .*{message}"):
-        parsed(text, SUDOKU, "here")
+        parse(text, SUDOKU, "here")
 
 
 @pytest.mark.parametrize(
     "text", ["\n".join(LINES), "\r\n".join(LINES) + "\r\n", "".join(LINES), "\n".join(LINES) + "\n"]
 )
 def test_a_maze_of_lines_or_of_one(text: str) -> None:
-    assert np.array_equal(parsed(text, MAZE, "here"), QUESTION)
+    assert np.array_equal(parse(text, MAZE, "here"), QUESTION)
 
 
 CLOSED = [row.replace(" ", "#") for row in LINES]
@@ -91,12 +91,12 @@ CLOSED = [row.replace(" ", "#") for row in LINES]
 )
 def test_bad_mazes(lines: list[str], message: str) -> None:
     with pytest.raises(DataError, match=f"^here: {message}"):
-        parsed("\n".join(lines), MAZE, "here")
+        parse("\n".join(lines), MAZE, "here")
 
 
 def test_other_puzzles_have_no_text() -> None:
     with pytest.raises(ConfigError, match=r"cannot be given as text; name one .* val:1"):
-        parsed("1", kind_of(12, 900), "here")
+        parse("1", kind_of(12, 900), "here")
 
 
 def test_a_file_holds_a_puzzle(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.systems.hrm.reports.scores import by_segments
-from lockstep.systems.hrm.reports.trained import trained
+from lockstep.systems.hrm.reports.trained_model import load_trained
 
 Here = Callable[..., Any]
 
@@ -58,7 +58,7 @@ def test_a_page_of_all_there_is(here: Here, sudokus: Path, tmp_path: Path) -> No
     assert f"{sudokus.name}: puzzles of val" in page.texts  # has <b>&amp; in its name
     assert "<b>" not in text
     (score,) = by_segments(
-        trained(sudokus, "latest"), *trained(sudokus, "latest").puzzles("val"), [4], False
+        load_trained(sudokus, "latest"), *load_trained(sudokus, "latest").puzzles("val"), [4], False
     )
     assert f"{score.accuracy:.2%}" in page.texts
     assert "step 3" in page.texts
@@ -77,7 +77,7 @@ def test_predictions_are_those_of_the_model(here: Here, sudokus: Path, tmp_path:
     done = here("hrm", "view", str(sudokus), "--output", "view", "--segments", "2", "--num", "0",
                 "--split", "train")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    run = trained(sudokus, "latest")
+    run = load_trained(sudokus, "latest")
     inputs, labels = run.puzzles("train")
     answers = [answers for _, answers in run.batches(inputs, 2)]
     with np.load(tmp_path / "view/predictions.npz", allow_pickle=False) as arrays:
