@@ -14,9 +14,8 @@ from lockstep.systems.hrm.data.build import build
 from lockstep.systems.hrm.data.format import read_dataset
 from lockstep.systems.hrm.data.maze import mazes, read_mazes, to_text
 from lockstep.systems.hrm.data.sources import Options, read_rows
-from lockstep.systems.hrm.data.sudoku.board import SolutionSplit, board_of, to_grids
-from lockstep.systems.hrm.data.sudoku.groups import read_puzzles
-from lockstep.systems.hrm.data.sudoku.solver import puzzles
+from lockstep.systems.hrm.data.sudoku import puzzles, read_puzzles
+from lockstep.systems.hrm.data.sudoku_board import SolutionSplit, board_of, to_grids
 
 HEAD = "source,q,a,rating\n"
 QUESTION = "12..34....34..12"

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError
 from lockstep.systems.hrm.data.arrays import Use, keyed
-from lockstep.systems.hrm.data.sudoku.board import (
+from lockstep.systems.hrm.data.sudoku import Solver, dig, puzzles
+from lockstep.systems.hrm.data.sudoku_board import (
     Board,
     Grid,
     are_solutions,
@@ -23,7 +24,6 @@ from lockstep.systems.hrm.data.sudoku.board import (
     to_grids,
     to_tokens,
 )
-from lockstep.systems.hrm.data.sudoku.solver import Solver, dig, puzzles
 
 SIDES = (4, 6, 9)
 seeds = st.integers(0, 2**63 - 1)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from lockstep.systems.hrm.data.arrays import Use, keyed
 from lockstep.systems.hrm.data.maze import FREE, PATH, WALL, mazes, solved, to_tokens
-from lockstep.systems.hrm.data.sudoku.board import are_solutions, board_of
-from lockstep.systems.hrm.data.sudoku.solver import Solver
+from lockstep.systems.hrm.data.sudoku import Solver
+from lockstep.systems.hrm.data.sudoku_board import are_solutions, board_of
 from lockstep.systems.hrm.reports.rules import is_solved, kind_of, mistakes, repeated
 
 SIDES = (4, 6, 9)

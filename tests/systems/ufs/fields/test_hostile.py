@@ -11,7 +11,15 @@ from pathlib import Path
 import netCDF4
 import numpy as np
 import pytest
-from tests.systems.ufs.making import FORMATS, HOSTILE, NAMES, NUM_COLUMNS, NUM_ROWS, good, values
+from tests.systems.ufs.hostile_files import (
+    FORMATS,
+    HOSTILE,
+    NAMES,
+    NUM_COLUMNS,
+    NUM_ROWS,
+    good,
+    values,
+)
 
 from lockstep.errors import DataError
 from lockstep.systems.ufs.fields.bands import Selection, keep_bands

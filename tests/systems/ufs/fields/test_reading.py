@@ -12,7 +12,7 @@ import netCDF4
 import numpy as np
 import pytest
 from tests.systems.ufs.conftest import NUM_LATITUDES, NUM_LONGITUDES, NUM_TIMES
-from tests.systems.ufs.making import good
+from tests.systems.ufs.hostile_files import good
 
 from lockstep.errors import ConfigError, DataError
 from lockstep.systems.ufs import synthetic as write

@@ -5,7 +5,7 @@
 What training may see of the test:
 
 - Sudokus that are generated, or read from one CSV file: no solution of the test occurs in training,
-  nor any symmetric one (`sudoku/board.py`).
+  nor any symmetric one (`sudoku_board.py`).
 - Mazes that are generated, or read from one CSV file: no maze is in both, nor turned or mirrored.
 - A folder with `train.csv` and `test.csv`: the split is that of the files, as it was published.
 - ARC, as published: training has all pairs of the training tasks, and the demonstrations of the
@@ -24,7 +24,7 @@ from pathlib import Path
 from lockstep.systems.hrm.data.arc import arc_source
 from lockstep.systems.hrm.data.maze import maze_source
 from lockstep.systems.hrm.data.sources import Options, Source
-from lockstep.systems.hrm.data.sudoku.groups import sudoku_source
+from lockstep.systems.hrm.data.sudoku import sudoku_source
 from lockstep.systems.hrm.data.writer import SplitSize, new_dataset
 
 _SOURCES: Mapping[str, Callable[[Options], Source]] = {

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from lockstep.systems.hrm.data import arc_tasks as arc
 from lockstep.systems.hrm.data import maze
-from lockstep.systems.hrm.data.sudoku.board import Board, Grid, are_solutions, board_of, to_grids
+from lockstep.systems.hrm.data.sudoku_board import Board, Grid, are_solutions, board_of, to_grids
 
 Tokens = npt.NDArray[np.integer[Any]]
 """Tokens [cells], row by row; with more dimensions in front if a docstring says so."""

@@ -14,7 +14,7 @@ from lockstep.config.files import read_text
 from lockstep.config.parsing import parse_int, shown
 from lockstep.errors import ConfigError, DataError
 from lockstep.systems.hrm.data import maze
-from lockstep.systems.hrm.data.sudoku.board import to_tokens
+from lockstep.systems.hrm.data.sudoku_board import to_tokens
 from lockstep.systems.hrm.reports.rules import (
     Cells,
     Kind,
