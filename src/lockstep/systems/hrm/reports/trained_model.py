@@ -1,4 +1,4 @@
-"""A trained model of the recipe, and what it answers after each segment."""
+"""A trained model of the recipe, and its answers after each segment."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -28,26 +28,26 @@ from lockstep.launching.rank.process import num_threads
 from lockstep.systems.hrm.config import HrmConfig
 from lockstep.systems.hrm.puzzles import Indices
 from lockstep.systems.hrm.reasoning import ReasoningModel, halts
-from lockstep.systems.hrm.reports.kinds import Kind, Tokens, kind_of
+from lockstep.systems.hrm.reports.rules import Kind, Tokens, kind_of
 from lockstep.systems.hrm.task import Hrm
 
 MOST_SEGMENTS = 64
-"""As `eval_segments`."""
+"""As for `eval_segments`."""
 
 MOST_TOKENS = 256
-"""A token is kept in a byte."""
+"""A token is stored in a byte."""
 
 _SPLITS = ("train", "val")
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What a model has answered to some puzzles.
+    """A model's answers to some puzzles.
 
     Attributes:
         tokens: uint8 [S, B, cells], after each of S segments.
         q_halt: float32 [S, B], logits of halting after each segment.
-        wants: bool [S, B], whether a puzzle would rather halt than go on.
+        wants: bool [S, B], whether a puzzle would halt rather than go on.
     """
 
     tokens: npt.NDArray[np.uint8]
@@ -55,27 +55,27 @@ class Answers:
     wants: npt.NDArray[np.bool_]
 
     def segments(self, most: int) -> npt.NDArray[np.int64]:
-        """After how many segments each puzzle halts by itself, int64 [B]; `most` at most."""
+        """The number of segments after which each puzzle halts, at most `most`, int64 [B]."""
         wants = self.wants[:most]
         return np.where(wants.any(axis=0), wants.argmax(axis=0) + 1, len(wants)).astype(np.int64)
 
     def after(self, segments: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
-        """The answers [B, cells] after so many segments of each puzzle [B]."""
+        """The answers [B, cells] after the given number of segments of each puzzle [B]."""
         return np.asarray(self.tokens[segments - 1, np.arange(len(segments))])
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A model of a run, in evaluation mode, where it is to compute.
+class TrainedModel:
+    """The model of a run in evaluation mode.
 
     Attributes:
-        task: of the run, with the average of parameters if there is one.
-        model: with the parameters of the checkpoint.
-        config: of the run.
-        step: how many optimizer steps the checkpoint has seen.
-        kind: what the puzzles are.
-        device: where the model is.
-        is_other_data: whether the puzzles are not those that the run was trained on.
+        task: task of the run, with the average of parameters if there is one.
+        model: the model, with the parameters of the checkpoint.
+        config: config of the run.
+        step: number of optimizer steps before the checkpoint.
+        kind: kind of the puzzles.
+        device: device of the model.
+        is_other_data: whether the puzzles differ from those that the run was trained on.
     """
 
     task: Hrm
@@ -88,7 +88,7 @@ class Trained:
 
     @property
     def warnings(self) -> list[str]:
-        """What people should know before they trust scores."""
+        """Warnings that belong to all scores."""
         if not self.is_other_data:
             return []
         return ["warning: the puzzles are not those that the run was trained on"]
@@ -97,7 +97,7 @@ class Trained:
         """Inputs and labels [N, cells] of a split.
 
         Raises:
-            ConfigError: there is none of that name.
+            ConfigError: there is no such split.
             DataError: the dataset is damaged or empty.
         """
         if split not in _SPLITS:
@@ -110,8 +110,8 @@ class Trained:
         return inputs.numpy(), labels.numpy()
 
     def identifiers(self, split: str) -> Indices | None:
-        """The identifiers of a split's puzzles, int64 [N]; None if the model asks for none."""
-        return self.task.puzzles[split].of_examples if self.config.puzzle_ids else None
+        """The identifiers of a split's puzzles, int64 [N]; None if the model takes none."""
+        return self.task.puzzles[split].example_identifiers if self.config.puzzle_ids else None
 
     def batches(
         self, inputs: Tokens, segments: int, identifiers: Indices | None = None
@@ -124,43 +124,36 @@ class Trained:
             yield which, self.answers(inputs[which], segments, known)
 
     def answers(self, inputs: Tokens, segments: int, identifiers: Indices | None = None) -> Answers:
-        """What the model answers to puzzles, computed as `lockstep eval` does.
+        """The model's answers to puzzles, computed as `lockstep eval` does.
 
-        Nothing halts early, so that what comes after is known too: an answer does not depend on
-        how many segments follow.
+        No puzzle halts early: its answer after a segment does not depend on how many follow.
 
         Args:
             inputs: tokens [B, cells].
             segments: number of segments, at least 1.
-            identifiers: of the puzzles, int64 [B]; None if they are not known, or not to be told.
+            identifiers: of the puzzles, int64 [B]; None for the blank identifier.
         """
-        heard: list[tuple[Tensor, Tensor | None]] = []
-
-        def listen(_model: Any, _arguments: Any, output: Any) -> None:
-            heard.append((output[2], output[3]))
-
         items = (f"eval_segments={segments}", "early_halting=false")
         solver = Hrm(override(self.config, items))
         solver.average = self.task.average
         tokens = torch.from_numpy(np.asarray(inputs, np.int64)).to(self.device)
-        handle = self.model.register_forward_hook(listen)
-        try:
-            with (
-                num_threads(self.config.threads, detect(os.environ)),
-                torch.no_grad(),
-                autocast(self.config.precision, self.device),
-            ):
-                logits, _ = solver.solve(self.model, tokens, self._told(identifiers, len(tokens)))
-        finally:
-            handle.remove()
+        with (
+            num_threads(self.config.threads, detect(os.environ)),
+            torch.no_grad(),
+            autocast(self.config.precision, self.device),
+        ):
+            solved = solver.solve(self.model, tokens, self._identifiers(identifiers, len(tokens)))
+        # Numbered 0 of 1, no segment is the last one, at which every puzzle halts.
+        number = torch.zeros(len(tokens), dtype=torch.int64, device=self.device)
+        wants = [halts(*q, number, 1, False, early=True).cpu().numpy() for q in solved.halting]
         return Answers(
-            np.stack([some.argmax(-1).to(torch.uint8).cpu().numpy() for some in logits]),
-            np.stack([q_halt.float().cpu().numpy() for q_halt, _ in heard]),
-            np.stack([_wants(*pair).cpu().numpy() for pair in heard]),
+            np.stack([some.argmax(-1).to(torch.uint8).cpu().numpy() for some in solved.logits]),
+            np.stack([q_halt.float().cpu().numpy() for q_halt, _ in solved.halting]),
+            np.stack(wants),
         )
 
-    def _told(self, identifiers: Indices | None, count: int) -> Tensor | None:
-        """What the model is told of its puzzles [B]: blanks where identifiers are unknown."""
+    def _identifiers(self, identifiers: Indices | None, count: int) -> Tensor | None:
+        """The identifiers [B] that the model takes, blank ones where they are unknown."""
         if not self.config.puzzle_ids:
             return None
         if identifiers is None:
@@ -168,7 +161,7 @@ class Trained:
         return torch.from_numpy(identifiers).to(self.device)
 
 
-def trained(run_dir: Path, which: str) -> Trained:
+def load_trained(run_dir: Path, which: str) -> TrainedModel:
     """The model of a run's checkpoint.
 
     Args:
@@ -184,7 +177,9 @@ def trained(run_dir: Path, which: str) -> Trained:
         raise ConfigError(f"{run_dir}: is a run of {target or 'a script'}, not of hrm")
     snapshot = find_snapshot(directory.checkpoints, which)
     config = load(HrmConfig, run_dir / "config.yaml")
-    task, device = Hrm(config), _device(config)
+    # A GPU if there is one, even for a run that was trained elsewhere.
+    has_gpu = torch.cuda.is_available() and config.device != "cpu"
+    task, device = Hrm(config), torch.device("cuda" if has_gpu else "cpu")
     with kept_generators():
         model = cast(ReasoningModel, build_model(task, config, device))
     check_fits(snapshot, model, str(directory.checkpoints))
@@ -198,16 +193,4 @@ def trained(run_dir: Path, which: str) -> Trained:
     kind = kind_of(model.sizes.vocabulary, model.sizes.length)
     known = snapshot.meta["sampler"].get("task_digest")
     is_other = known is not None and task.data_digest() != known
-    return Trained(task, model.eval(), config, snapshot.step, kind, device, is_other)
-
-
-def _device(config: HrmConfig) -> torch.device:
-    """A GPU if there is one; what is looked at need not be computed where it was trained."""
-    has_gpu = torch.cuda.is_available() and config.device != "cpu"
-    return torch.device("cuda" if has_gpu else "cpu")
-
-
-def _wants(q_halt: Tensor, q_continue: Tensor | None) -> Tensor:
-    """Which puzzles halt by themselves [B]; no segment is the last one that there may be."""
-    before = torch.zeros_like(q_halt, dtype=torch.int64)
-    return halts(q_halt, q_continue, before, 1, False, early=True)
+    return TrainedModel(task, model.eval(), config, snapshot.step, kind, device, is_other)

@@ -11,17 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.systems.hrm.data import arc_tasks as arc
-from lockstep.systems.hrm.reports.gathered import Gathered, Seen
-from lockstep.systems.hrm.reports.kinds import Kind, kind_of
 from lockstep.systems.hrm.reports.page import (
-    drawn,
-    drawn_kind,
+    cropped,
+    grid,
     hexed,
     histogram,
     line_chart,
     page,
-    window,
 )
+from lockstep.systems.hrm.reports.rules import Kind, kind_of
+from lockstep.systems.hrm.reports.scores import PuzzleAnswers, SplitAnswers
 
 ARC, MAZE, SUDOKU = kind_of(12, 900), kind_of(6, 900), kind_of(6, 16)
 
@@ -37,7 +36,7 @@ def cells(html: str) -> list[tuple[list[str], str]]:
 def test_a_sudoku_has_digits_clues_boxes_and_mistakes() -> None:
     tokens = np.array([1, *range(2, 6), *[5] * 11])
     given_cells, wrong = np.arange(16) == 1, np.arange(16) == 15
-    found = cells(drawn(SUDOKU, tokens, "answer", "an <answer>", given_cells, wrong))
+    found = cells(grid(SUDOKU, tokens, "answer", "an <answer>", given_cells, wrong))
     assert [text for _, text in found] == ["", "1", "2", "3", *["4"] * 12]
     assert [cell for cell, (names, _) in enumerate(found) if "g" in names] == [1]
     assert [cell for cell, (names, _) in enumerate(found) if "w" in names] == [15]
@@ -47,7 +46,7 @@ def test_a_sudoku_has_digits_clues_boxes_and_mistakes() -> None:
 
 def test_a_maze_has_coloured_cells() -> None:
     tokens = np.resize(np.arange(6), 900)
-    found = cells(drawn(MAZE, tokens, "question", "question", np.zeros(900, bool)))
+    found = cells(grid(MAZE, tokens, "question", "question", np.zeros(900, bool)))
     assert [names for names, _ in found] == [[f"k{token}"] for token in tokens]
     assert [text for _, text in found[:6]] == ["?", "", "", "S", "G", ""]
 
@@ -55,17 +54,15 @@ def test_a_maze_has_coloured_cells() -> None:
 def test_arc_has_ten_colours_and_no_rows_of_padding() -> None:
     question = arc.to_tokens(np.arange(10, dtype=np.uint8).reshape(2, 5))
     answer = arc.to_tokens(np.full((4, 3), 7, np.uint8))
-    cut = window(ARC, [question, answer])
-    assert (cut.rows, cut.columns) == (5, 6)  # one row and column more for the ends
-    html = drawn(
-        drawn_kind(ARC, cut), question[cut.cells], "question", "q", np.zeros(len(cut.cells), bool)
-    )
+    small, shown = cropped(ARC, [question, answer])
+    assert (small.rows, small.columns) == (5, 6)  # one row and column more for the ends
+    html = grid(small, question[shown], "question", "q", np.zeros(len(shown), bool))
     assert "--columns:6" in html
     rows = np.array([int(names[0][1:]) for names, _ in cells(html)]).reshape(5, 6)
     assert rows.tolist() == [
         [2, 3, 4, 5, 6, 1], [7, 8, 9, 10, 11, 1], [1, 1, 1, 1, 1, 0], [0] * 6, [0] * 6,
     ]  # fmt: skip
-    empty = window(ARC, [np.zeros(900, np.uint8)])
+    empty, _ = cropped(ARC, [np.zeros(900, np.uint8)])
     assert (empty.rows, empty.columns) == (1, 1)
 
 
@@ -79,7 +76,7 @@ def test_each_colour_of_arc_and_each_token_of_a_maze_has_a_look() -> None:
 
 def test_other_tokens_are_numbers() -> None:
     kind = kind_of(7, 10)
-    html = drawn(kind, np.resize(np.arange(7), 10), "", "", np.zeros(10, bool))
+    html = grid(kind, np.resize(np.arange(7), 10), "", "", np.zeros(10, bool))
     assert [text for _, text in cells(html)] == [*"0123456012"]
 
 
@@ -89,10 +86,10 @@ def test_hexadecimal_tokens_come_back(tokens: list[int]) -> None:
     assert [int(pair, 16) for pair in pairs] == tokens
 
 
-def gathered(length: int) -> Gathered:
+def gathered(length: int) -> SplitAnswers:
     grids = np.ones((1, length), np.uint8)
     numbers = np.ones(1, np.int64)
-    return Gathered(
+    return SplitAnswers(
         np.array([0.5, 1.0]), np.array([0.75, 1.0]), np.array([0, 1, 0]), grids, grids, grids,
         numbers, numbers, np.zeros(1, np.float32),
     )  # fmt: skip
@@ -102,7 +99,8 @@ def gathered(length: int) -> Gathered:
 def test_everything_from_data_is_escaped(kind: Kind) -> None:
     hostile = "</script><script>alert(1)</script>\"'&"
     ones = np.ones(kind.cells, np.uint8)
-    seen = Seen(1, ones, ones, np.stack([ones, ones + 1]), np.zeros(2, np.float32), None, 2, False)
+    answers, q_halt = np.stack([ones, ones + 1]), np.zeros(2, np.float32)
+    seen = PuzzleAnswers(1, ones, ones, answers, q_halt, None, 2, False)
     text = page(hostile, {hostile: hostile}, kind, gathered(kind.cells), [seen])
     assert "alert(1)</script>" not in text
     assert text.count("&lt;script&gt;alert(1)&lt;/script&gt;&quot;&#x27;&amp;") == 4
@@ -113,7 +111,7 @@ def test_everything_from_data_is_escaped(kind: Kind) -> None:
 def test_the_answer_that_is_scored_is_there_without_javascript() -> None:
     label = np.full(16, 2, np.uint8)
     answers = np.stack([label, label + 1])
-    seen = Seen(7, label, label, answers, np.array([0, 9], np.float32), 1, 1, True)
+    seen = PuzzleAnswers(7, label, label, answers, np.array([0, 9], np.float32), 1, 1, True)
     text = page("", {}, SUDOKU, gathered(16), [seen])
     assert "Puzzle 7 " in text
     assert 'class="puzzle right"' in text

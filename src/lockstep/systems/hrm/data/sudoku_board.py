@@ -1,19 +1,19 @@
-"""Boards: their sizes, tokens, rules and symmetries, and the split by them.
+"""Sudoku boards: sizes, tokens, rules, symmetries, and the split of solutions.
 
 A grid is flat, row by row: digits 1..side, 0 for a blank.
 
-A test puzzle whose solution occurs in training in another guise could be answered from memory. So
-all grids that symmetries of the augmentation make of one another are on one side: the side is a
-pure function of the seed and of their common form.
+A test puzzle could be answered from memory if training contains its solution up to a symmetry. So
+all grids that the symmetries of the augmentation map to one another are in the same split, which is
+a pure function of the seed and of their canonical form.
 
-- 6x6 and 9x9: the common form is `canonical`, up to all symmetries: digits, rows within bands,
-  bands, columns within stacks, stacks, and transposition where boxes are square (6x6: not). There
-  are 5,472,730,538 such classes for 9x9, and 49 for 6x6.
+- 6x6 and 9x9: the form is `canonical`, up to all symmetries: digits, rows within bands, bands,
+  columns within stacks, stacks, and transposition where boxes are square (not in 6x6). There are
+  5,472,730,538 such classes for 9x9, and 49 for 6x6.
 - 4x4: all 288 grids are in 2 such classes, of 96 and 192. With one of them for training and the
-  other one for the test, all that is measured would be how far one class leads to the other. So
-  the common form is up to relabelling digits only: 12 classes of 24 grids, of which the seed
-  gives a share to the test; and augmentations of 4x4 relabel digits and do nothing else. They
-  lose nothing by it: the puzzles that are drawn have solutions of all training classes already.
+  other one for the test, a score would only measure how well one class transfers to the other. So
+  the form is up to relabelling digits only: 12 classes of 24 grids, of which the seed assigns some
+  to the test; and augmentations of 4x4 only relabel digits. They lose nothing by it: the puzzles
+  that are drawn have solutions of all training classes already.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Grid = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Board:
-    """The size of a board.
+    """A board of some size.
 
     Attributes:
         side: number of rows, of columns, of boxes and of digits.
@@ -61,7 +61,7 @@ class Board:
 
     @property
     def can_transpose(self) -> bool:
-        """Whether rows may change places with columns: boxes must be square for that."""
+        """Whether rows and columns may be swapped, for which boxes must be square."""
         return self.box_rows == self.box_columns
 
     @property
@@ -69,10 +69,7 @@ class Board:
         """The box of each cell [cells]."""
         row, column = np.divmod(np.arange(self.cells), self.side)
         # There are box_rows boxes in a row of boxes: side = box_rows * box_columns.
-        boxes: npt.NDArray[np.int64] = row // self.box_rows * self.box_rows + (
-            column // self.box_columns
-        )
-        return boxes
+        return np.asarray(row // self.box_rows * self.box_rows + column // self.box_columns)
 
 
 _BOARDS: Mapping[int, Board] = MappingProxyType(
@@ -84,7 +81,7 @@ def board_of(side: int) -> Board:
     """The board of 4, 6 or 9 rows.
 
     Raises:
-        ConfigError: there is none of that size.
+        ConfigError: there is no board of that size.
     """
     if side not in _BOARDS:
         raise ConfigError(f"size={side}: must be one of {', '.join(map(str, _BOARDS))}")
@@ -97,7 +94,7 @@ def to_tokens(grids: Grid) -> Grid:
 
 
 def to_grids(tokens: npt.NDArray[np.integer[Any]]) -> Grid:
-    """Grids of tokens, the inverse of `to_tokens`; padding has no digit and must not be there."""
+    """Grids of tokens, the inverse of `to_tokens`; tokens must not contain padding."""
     assert tokens.min(initial=1) >= 1
     return np.asarray(tokens - 1, np.uint8)
 
@@ -115,25 +112,25 @@ def are_solutions(board: Board, grids: Grid) -> npt.NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class Symmetries:
-    """Some maps from solutions to solutions: cells change places, digits change names.
+    """Symmetries of solutions, each a permutation of cells and one of digits.
 
     Attributes:
-        cells: where each cell of a result is taken from, int64 [n, cells].
-        digits: the new name of each digit, uint8 [n, side + 1]; a blank stays a blank.
+        cells: index of the cell that each cell of a result is taken from, int64 [n, cells].
+        digits: the new digit for each digit, uint8 [n, side + 1]; a blank stays a blank.
     """
 
     cells: npt.NDArray[np.int64]
     digits: Grid
 
     def __call__(self, grid: Grid) -> Grid:
-        """What each symmetry makes of a grid [cells]: [n, cells]."""
+        """A grid [cells] under each symmetry: [n, cells]."""
         return np.take_along_axis(self.digits, grid[self.cells].astype(np.int64), axis=1)
 
 
 def draw_symmetries(board: Board, generator: np.random.Generator, count: int) -> Symmetries:
-    """Symmetries under which the split into training and test is closed; see `split`.
+    """Random symmetries, under which `SolutionSplit` is closed.
 
-    Drawn evenly: transposition (square boxes only), bands, rows within bands, stacks, columns
+    Uniform draws of transposition (square boxes only), bands, rows within bands, stacks, columns
     within stacks, and digits. On the 4x4 board, digits only.
     """
     digits = np.zeros((count, board.side + 1), np.uint8)
@@ -153,7 +150,7 @@ def draw_symmetries(board: Board, generator: np.random.Generator, count: int) ->
 def _lines(
     side: int, thickness: int, generator: np.random.Generator, count: int
 ) -> npt.NDArray[np.int64]:
-    """Orders of rows (or columns): of bands of some thickness, and within each: [count, side]."""
+    """Random orders of rows (or columns), by bands and within each band: [count, side]."""
     bands = np.tile(np.arange(side).reshape(-1, thickness), (count, 1, 1))
     bands = generator.permuted(bands, axis=2)
     orders = generator.permuted(np.tile(np.arange(bands.shape[1]), (count, 1)), axis=1)
@@ -168,12 +165,12 @@ def relabelled(board: Board, solution: Grid) -> Grid:
 
 
 def canonical(board: Board, solution: Grid) -> Grid:
-    """The least of all grids that symmetries make of a solution grid, read row by row.
+    """The lexicographically smallest grid that symmetries map a solution grid to.
 
-    Symmetries are those of `board.draw_symmetries`, and on the 4x4 board all that it has. Once it
-    is chosen which row is the first, how columns are ordered, and whether rows are columns, the
-    first row names the digits and the first column orders the rows: so there are 23,328 grids to
-    compare for 9x9, and not 3,359,232. Their second rows leave a few of them.
+    Symmetries are those of `draw_symmetries`, and on the 4x4 board all that it has. The choice of
+    the first row, of the order of columns and of transposition determines the rest: the first row
+    names the digits, and the first column orders the rows. That leaves 23,328 grids to compare for
+    9x9 instead of 3,359,232, and comparing their second rows leaves a few.
 
     Args:
         board: the board.
@@ -197,17 +194,17 @@ def _column_orders(board: Board) -> npt.NDArray[np.int64]:
     """All orders of columns that stacks allow: [n, side]."""
     stacks = np.arange(board.side).reshape(-1, board.box_columns).tolist()
     inner = product(*(permutations(stack) for stack in stacks))
-    made = [sum(order, ()) for choice in inner for order in permutations(choice)]
-    return np.array(made, np.int64)
+    orders = [sum(order, ()) for choice in inner for order in permutations(choice)]
+    return np.array(orders, np.int64)
 
 
 def _second_rows(
     board: Board, square: Grid, top: int, orders: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """The second row for each order of columns with a row at the top, as a number: int64 [n]."""
+    """The second row, as a number, for each order of columns with row `top` first: int64 [n]."""
     band = top // board.box_rows * board.box_rows
     others = [row for row in range(band, band + board.box_rows) if row != top]
-    # names[c]: the position in the first row of the digit that a row has in column c.
+    # The position of each digit in the first row.
     position = np.empty(board.side + 1, np.int64)
     position[square[top]] = np.arange(board.side)
     inverse = np.argsort(orders, axis=1)
@@ -216,62 +213,53 @@ def _second_rows(
         (np.take_along_axis(inverse, position[square[row]][orders], axis=1) + 1) @ weights
         for row in others
     ]
-    least: npt.NDArray[np.int64] = np.min(numbers, axis=0)
-    return least
+    return np.asarray(np.min(numbers, axis=0))
 
 
 def _finished(board: Board, square: Grid, top: int, order: npt.NDArray[np.int64]) -> Grid:
-    """The least grid with a row at the top and an order of columns."""
+    """The smallest grid with row `top` first and an order of columns."""
     names = np.zeros(board.side + 1, np.uint8)
     names[square[top][order]] = np.arange(1, board.side + 1)
     named = names[square[:, order]]
     bands = named.reshape(-1, board.box_rows, board.side)
-    # First column: the top row's is 1, so its band comes first and it is first in its band.
+    # The first column orders rows and bands; the top row has a 1 there, so it comes first.
     ordered = [band[np.argsort(band[:, 0])] for band in bands]
     ordered.sort(key=lambda band: int(band[0, 0]))
     return np.concatenate(ordered).reshape(-1)
 
 
 NUM_SMALL_TEST_CLASSES = 3
-"""Of the 12 classes of the 4x4 board."""
+"""Test classes among the 12 classes of the 4x4 board."""
 
 TEST_SHARE = 1 / 4
-"""Of the classes of other boards, in the mean."""
+"""Expected share of test classes on other boards."""
 
 
 class SolutionSplit:
-    """The side of each solution grid."""
+    """The split, training or test, of each solution grid."""
 
     def __init__(self, board: Board, seed: int) -> None:
-        """Prepare for a board.
-
-        Args:
-            board: the board.
-            seed: seed that the sides depend on.
-        """
+        """Prepare the split of a board's solutions by a seed."""
         self._board, self._seed = board, seed
-        self._sides: dict[bytes, bool] = {}
         if board.side == 4:
             classes = sorted(_small_classes(board), key=self._rank)
-            self._sides = {
-                form: number < NUM_SMALL_TEST_CLASSES for number, form in enumerate(classes)
-            }
+            self._small_test_classes = set(classes[:NUM_SMALL_TEST_CLASSES])
 
     def is_test(self, solution: Grid) -> bool:
         """Whether a solution grid [cells] is for the test."""
         form = self.common_form(solution)
         if self._board.side == 4:
-            return self._sides[form]
+            return form in self._small_test_classes
         return self._rank(form) < TEST_SHARE * 2**64
 
     def common_form(self, solution: Grid) -> bytes:
-        """What a solution grid [cells] has in common with all that augmentations make of it."""
+        """The form that a solution grid [cells] shares with all its augmentations."""
         if self._board.side == 4:
             return relabelled(self._board, solution).tobytes()
         return canonical(self._board, solution).tobytes()
 
     def _rank(self, form: bytes) -> int:
-        """64 bits that look random."""
+        """A pseudorandom number of 64 bits."""
         sha = hashlib.sha256(f"sudoku {self._seed} ".encode() + form)
         return int.from_bytes(sha.digest()[:8], "big")
 

@@ -1,9 +1,8 @@
-"""Puzzles as texts that people type, and answers in a terminal, segment by segment."""
+"""Puzzles as text that users type, and answers in a terminal, segment by segment."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,21 +14,26 @@ from lockstep.config.files import read_text
 from lockstep.config.parsing import parse_int, shown
 from lockstep.errors import ConfigError, DataError
 from lockstep.systems.hrm.data import maze
-from lockstep.systems.hrm.data.sudoku.board import to_tokens
-from lockstep.systems.hrm.reports.kinds import (
+from lockstep.systems.hrm.data.sudoku_board import to_tokens
+from lockstep.systems.hrm.reports.rules import (
     Cells,
     Kind,
     Tokens,
     is_solved,
     mistakes,
     repeated,
-    solved_maze,
 )
-from lockstep.systems.hrm.reports.trained import Answers
+from lockstep.systems.hrm.reports.trained_model import Answers
 
 NUMBERED = "val:"
-"""What the name of a validation puzzle begins with."""
+"""Prefix of the number of a validation puzzle."""
 
+GIVEN, FILLED, CHANGED, MISTAKE = range(4)
+"""What a cell is; of several, the last one is shown."""
+
+_MARKS = " +*!"
+_STYLES = ("dim", "bold", "bold black on yellow", "bold red")
+_NAMES = ("given", "filled in", "changed since the segment before", "mistake")
 _MOST_BYTES = 1 << 20
 _SUDOKU = re.compile(r"[0-9.\s]*")
 
@@ -38,7 +42,7 @@ def numbered(puzzle: str, count: int) -> int | None:
     """The index, from 0, of the validation puzzle that `val:17` names; None for other texts.
 
     Args:
-        puzzle: what was given.
+        puzzle: text from the command line.
         count: number of validation puzzles.
 
     Raises:
@@ -55,11 +59,11 @@ def numbered(puzzle: str, count: int) -> int | None:
 
 
 def given_text(puzzle: str) -> tuple[str, str]:
-    """The text of a puzzle, and what messages call it.
+    """The text of a puzzle, and its name in messages.
 
     Args:
-        puzzle: the text itself, which is of digits, dots and white space or has several lines; or
-            the path of a file that holds it.
+        puzzle: the text itself, which consists of digits, dots and white space or has several
+            lines; or the path of a file that contains it.
 
     Raises:
         DataError: there is no such file, or it cannot be read.
@@ -80,18 +84,18 @@ def given_text(puzzle: str) -> tuple[str, str]:
         raise DataError(f"puzzle {shown(puzzle)}: is not text: {error}") from None
 
 
-def parsed(text: str, kind: Kind, where: str) -> Tokens:
+def parse(text: str, kind: Kind, where: str) -> Tokens:
     """The tokens [cells] of a text.
 
     Args:
         text: a Sudoku's digits, with 0 or '.' for blanks, white space ignored; or a maze's lines of
             '#', ' ', 'S' and 'G'.
-        kind: what puzzles the model solves.
-        where: what messages call the text.
+        kind: kind of the model's puzzles.
+        where: name of the text in messages.
 
     Raises:
-        ConfigError: puzzles of this kind have no text.
-        DataError: it is none of this kind and size, or cannot have a solution.
+        ConfigError: puzzles of this kind have no text form.
+        DataError: it is not of this kind and size, or cannot have a solution.
     """
     if kind.name == "sudoku":
         return _sudoku(text, kind, where)
@@ -106,10 +110,10 @@ def parsed(text: str, kind: Kind, where: str) -> Tokens:
 def _sudoku(text: str, kind: Kind, where: str) -> Tokens:
     digits, board = "".join(text.split()), kind.board
     known = "." + "".join(map(str, range(board.side + 1)))
-    for place, character in enumerate(digits, start=1):
+    for number, character in enumerate(digits, start=1):
         if character not in known:
             raise DataError(
-                f"{where}: cell {place} is {shown(character)}; cells must be digits 1 to "
+                f"{where}: cell {number} is {shown(character)}; cells must be digits 1 to "
                 f"{board.side}, or 0 or '.' for a blank"
             )
     if len(digits) != board.cells:
@@ -140,28 +144,19 @@ def _maze(text: str, side: int, where: str) -> Tokens:
                 f"{where}: line {number} has {len(line)} characters; this run's mazes have {side}"
             )
     whole = "".join(lines)
-    for place, character in enumerate(whole):
+    for cell, character in enumerate(whole):
         if character not in "# SG":
             raise DataError(
-                f"{where}: line {place // side + 1} has {shown(character)}; a maze is of '#', ' ', "
+                f"{where}: line {cell // side + 1} has {shown(character)}; a maze is of '#', ' ', "
                 "one 'S' and one 'G'"
             )
     for end in "SG":
         if whole.count(end) != 1:
             raise DataError(f"{where}: has {whole.count(end)} {end!r}; a maze has one")
     tokens = maze.to_tokens(whole)
-    if solved_maze(tokens, side) is None:
+    if maze.solved(tokens, side) is None:
         raise DataError(f"{where}: no way leads from S to G")
     return tokens
-
-
-GIVEN, FILLED, CHANGED, MISTAKE = range(4)
-"""What a cell is; a later one hides those before."""
-
-_MARKS = " +*!"
-_STYLES = ("dim", "bold", "bold black on yellow", "bold red")
-_NAMES = ("given", "filled in", "changed since the segment before", "mistake")
-_OTHER = ""
 
 
 @dataclass(frozen=True)
@@ -170,7 +165,7 @@ class Puzzle:
 
     Attributes:
         question: tokens [cells].
-        label: tokens [cells], 0 where there is nothing to answer; or None.
+        label: tokens [cells], 0 in cells without an answer; or None.
     """
 
     question: Tokens
@@ -180,33 +175,46 @@ class Puzzle:
 def lines(
     kind: Kind, puzzle: Puzzle, answers: Answers, early: bool, in_colours: bool
 ) -> tuple[list[Text], bool]:
-    """The answers to one puzzle, and whether the last one is a solution.
+    """The lines about the answers to one puzzle, and whether the last answer is a solution.
 
     Args:
         kind: kind of the puzzle.
-        puzzle: what is solved.
+        puzzle: the puzzle.
         answers: answers to this puzzle alone.
         early: whether to end where the puzzle halts by itself.
-        in_colours: whether styles are seen; else marks say the same.
+        in_colours: whether to use styles, rather than marks.
     """
     most = len(answers.tokens)
     halted = int(answers.segments(most)[0])
-    would_halt = bool(answers.wants[:, 0].any())
-    num_shown = halted if early else most
-    shown = [legend(in_colours)]
+    text = [_legend(in_colours)]
     before = puzzle.question
-    for number in range(1, num_shown + 1):
+    for number in range(1, (halted if early else most) + 1):
         answer = answers.tokens[number - 1, 0]
-        q_halt = float(answers.q_halt[number - 1, 0])
-        shown += _segment(kind, puzzle, number, before, answer, q_halt, in_colours)
+        q_halt, num_changed = float(answers.q_halt[number - 1, 0]), int((before != answer).sum())
+        text += [
+            Text(""),
+            Text(
+                f"segment {number}: halting {probability(q_halt):.3f}, "
+                f"{_counted(num_changed, 'cell')} changed, "
+                f"{_counted(num_mistakes(kind, puzzle, answer), 'mistake')}"
+            ),
+        ]
+        if num_changed or number == 1:
+            text += grid(kind, answer, looks(kind, puzzle, before, answer), in_colours)
         before = answer
     solved = is_solved(kind, puzzle.question, before, puzzle.label)
-    shown.append(Text(_verdict(kind, puzzle, before, solved, halted if would_halt else None, most)))
-    return shown, solved
+    num_wrong = num_mistakes(kind, puzzle, before)
+    result = "solved" if solved else f"not solved: {_counted(num_wrong, 'mistake')}"
+    halts = (
+        f"would have halted after {_counted(halted, 'segment')}"
+        if answers.wants[:, 0].any()
+        else f"would not have halted within {_counted(most, 'segment')}"
+    )
+    return [*text, Text(f"{result}; {halts}")], solved
 
 
-def legend(in_colours: bool) -> Text:
-    """What styles or marks mean."""
+def _legend(in_colours: bool) -> Text:
+    """The meaning of styles or marks."""
     items = zip(_NAMES, _STYLES, _MARKS, strict=True)
     if in_colours:
         return Text("  ").join(Text(name, style) for name, style, _ in items)
@@ -231,14 +239,14 @@ def wrong_cells(kind: Kind, puzzle: Puzzle, answer: Tokens) -> Cells:
 
 
 def num_mistakes(kind: Kind, puzzle: Puzzle, answer: Tokens) -> int:
-    """How many cells are not as in the right answer or, where that is unknown, cannot stay."""
+    """The number of cells that differ from the right answer or, if it is unknown, are wrong."""
     if puzzle.label is None or is_solved(kind, puzzle.question, answer, puzzle.label):
         return int(wrong_cells(kind, puzzle, answer).sum())
     return int(((puzzle.label != 0) & (answer != puzzle.label)).sum())
 
 
 def grid(kind: Kind, answer: Tokens, look: npt.NDArray[np.int64], in_colours: bool) -> list[Text]:
-    """The rows of a grid; a Sudoku's boxes stand apart."""
+    """The rows of a grid, with space between a Sudoku's boxes."""
     symbols = kind.symbols
     width = max(map(len, symbols))
     rows = []
@@ -250,7 +258,7 @@ def grid(kind: Kind, answer: Tokens, look: npt.NDArray[np.int64], in_colours: bo
             if kind.name == "sudoku" and column and column % kind.board.box_columns == 0:
                 text.append("  ")
             if in_colours:
-                text.append(f" {symbol}", _STYLES[style] if style >= 0 else _OTHER)
+                text.append(f" {symbol}", _STYLES[style] if style >= 0 else "")
             else:
                 text.append((_MARKS[style] if style >= 0 else " ") + symbol)
         if kind.name == "sudoku" and row and row % kind.board.box_rows == 0:
@@ -259,38 +267,9 @@ def grid(kind: Kind, answer: Tokens, look: npt.NDArray[np.int64], in_colours: bo
     return rows
 
 
-def _segment(
-    kind: Kind,
-    puzzle: Puzzle,
-    number: int,
-    before: Tokens,
-    answer: Tokens,
-    q_halt: float,
-    in_colours: bool,
-) -> Iterator[Text]:
-    """The lines of a segment; no grid if it is that of the segment before."""
-    num_changed = int((before != answer).sum())
-    num_wrong = num_mistakes(kind, puzzle, answer)
-    what = f"{_counted(num_changed, 'cell')} changed, {_counted(num_wrong, 'mistake')}"
-    yield Text("")
-    yield Text(f"segment {number}: halting {probability(q_halt):.3f}, {what}")
-    if num_changed or number == 1:
-        yield from grid(kind, answer, looks(kind, puzzle, before, answer), in_colours)
-
-
 def probability(logit: float) -> float:
     """The probability of a logit."""
     return float(1 / (1 + np.exp(-np.float64(np.clip(logit, -700, 700)))))
-
-
-def _verdict(
-    kind: Kind, puzzle: Puzzle, answer: Tokens, solved: bool, halted: int | None, most: int
-) -> str:
-    num_wrong = num_mistakes(kind, puzzle, answer)
-    result = "solved" if solved else f"not solved: {_counted(num_wrong, 'mistake')}"
-    if halted is None:
-        return f"{result}; would not have halted within {_counted(most, 'segment')}"
-    return f"{result}; would have halted after {_counted(halted, 'segment')}"
 
 
 def _counted(count: int, name: str) -> str:

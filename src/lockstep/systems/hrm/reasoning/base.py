@@ -1,4 +1,4 @@
-"""What reasoning models share: inputs in, two states that go on, answers and halting out."""
+"""The base of reasoning models: embedding, two recurrent states, answers and halting."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ State = dict[str, Tensor]
 
 _KEYS = ("z_H", "z_L")
 _HALTING_BIAS = -5.0
-"""At first a model hardly ever halts, whatever it sees: the weights begin at 0."""
+"""An untrained model hardly ever halts, whatever its input, since the weights start at 0."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Sizes:
         num_heads: heads of attention.
         expansion: inner width of gated layers, times 2/3, as a multiple of dim.
         multiple: inner widths are rounded up to a multiple of this.
-        puzzle_dim: size of the row that a puzzle has in a table; 0 for models without.
-        num_leading: tokens in front of the example that rows become, padded with zeros; None: as
-            few as will do.
+        puzzle_dim: size of a puzzle's row in a table; 0 for models without rows.
+        num_leading: number of tokens in front of the example that a row is reshaped to, padded with
+            zeros; None for the smallest number.
         attention: how attention is computed, as `Attention.kind`.
         theta: base of the angles of rotary positions.
     """
@@ -62,10 +62,10 @@ class Sizes:
     theta: float = 10000.0
 
     def __post_init__(self) -> None:
-        """Refuse what fits together nowhere.
+        """Check that sizes fit together.
 
         Raises:
-            ConfigError: names the field.
+            ConfigError: they do not; names the field.
         """
         check_sizes(vocabulary=self.vocabulary, length=self.length, dim=self.dim)
         if self.puzzle_dim < 0:
@@ -88,11 +88,11 @@ class Sizes:
 
     @property
     def positions(self) -> int:
-        """Tokens of an example and those in front of it."""
+        """Number of tokens of an example and in front of it."""
         return self.leading + self.length
 
     def attending(self, num_blocks: int) -> Blocks:
-        """Blocks of attention and gated layers, with random start values."""
+        """Blocks of attention and gated layers, with random initial values."""
         check_sizes(num_blocks=num_blocks)
         return Blocks(
             [
@@ -113,20 +113,21 @@ class Sizes:
 
 
 class ReasoningModel(nn.Module):
-    """A model that goes over its answer again and again: a segment for each call.
+    """A model that refines its answer repeatedly: each call is a segment.
 
-    Under autocast, states are of autocast's dtype within a segment, and answers too; halting is
-    computed in float32 always. A subclass says what a segment does with the states.
+    Under autocast, states within a segment and answers have autocast's dtype; halting is always
+    computed in float32. A subclass defines how a segment updates the states.
 
     Attributes:
         sizes: sizes of the model.
         tokens: table of input tokens.
-        puzzles: table of the rows of puzzles, or None for a model that is given rows, or has none.
+        puzzles: table of the rows of puzzles, or None for a model that gets rows from its caller,
+            or has none.
         answer: linear layer from states to logits of tokens.
         halting: linear layer from the first position's state to logits of halting.
-        initial_H: the state z_H [dim] of every position at first; not trained.
-        initial_L: the same of z_L.
-        tables: rotary positions, or None for a model that knows positions otherwise.
+        initial_H: initial state z_H [dim] of every position; not trained.
+        initial_L: initial state z_L.
+        tables: rotary positions, or None for a model without them.
     """
 
     initial_H: Tensor
@@ -140,13 +141,13 @@ class ReasoningModel(nn.Module):
         has_rotary: bool = True,
         puzzles: nn.Module | None = None,
     ) -> None:
-        """A model with random start values.
+        """A model with random initial values.
 
         Args:
             sizes: sizes of the model.
-            num_halting: logits of halting: 1, or 2 with one for going on.
+            num_halting: number of logits of halting: 1, or 2 with one for going on.
             has_rotary: whether its blocks take rotary positions.
-            puzzles: function from numbers of puzzles to their rows, such as a
+            puzzles: function from identifiers of puzzles to their rows, such as a
                 `lockstep.nn.SparseEmbedding(num, sizes.puzzle_dim)`, for `rows`.
 
         Raises:
@@ -170,12 +171,12 @@ class ReasoningModel(nn.Module):
         self.register_buffer("tables", tables, persistent=False)
 
     def initial(self, batch_size: int, dtype: torch.dtype | None = None) -> State:
-        """The states before the first segment, alike for all samples and positions.
+        """The states before the first segment, equal for all samples and positions.
 
         Args:
             batch_size: number of samples B.
-            dtype: of the states; None for that of the parameters. The states that a segment returns
-                are of the dtype of those it is given.
+            dtype: dtype of the states; None for that of the parameters. A segment returns states of
+                the dtype of its arguments.
 
         Returns:
             `z_H` and `z_L`, [B, positions, dim] each.
@@ -191,7 +192,7 @@ class ReasoningModel(nn.Module):
         """The rows of puzzles, for `forward`.
 
         Args:
-            identifiers: numbers of puzzles, integers [B].
+            identifiers: identifiers of puzzles, integers [B].
 
         Returns:
             [B, puzzle_dim], float32; gradients go to the table.
@@ -219,7 +220,7 @@ class ReasoningModel(nn.Module):
             halting, and of going on or None: [B], float32.
 
         Raises:
-            TaskError: a shape is wrong, or there are rows and no place for them.
+            TaskError: a shape is wrong, or the model does not take rows.
         """
         self._check(state, inputs, rows)
         x = self._embedded(inputs, rows)

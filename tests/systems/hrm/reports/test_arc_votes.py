@@ -13,11 +13,10 @@ import pytest
 from lockstep.cli.start.evaluate import evaluate
 from lockstep.systems.hrm.data.arc import parse_name
 from lockstep.systems.hrm.data.arc_tasks import to_tokens
-from lockstep.systems.hrm.data.request import Options
-from lockstep.systems.hrm.puzzles import Puzzles, made
-from lockstep.systems.hrm.reports.gathered import gather
-from lockstep.systems.hrm.reports.scores import Votes, by_segments
-from lockstep.systems.hrm.reports.trained import Answers, Trained, trained
+from lockstep.systems.hrm.data.sources import Options
+from lockstep.systems.hrm.puzzles import Puzzles, generate
+from lockstep.systems.hrm.reports.scores import Votes, answer_split, by_segments
+from lockstep.systems.hrm.reports.trained_model import Answers, TrainedModel, load_trained
 
 Here = Callable[..., Any]
 
@@ -64,7 +63,7 @@ RULES = ["r12r", "11r1", "r111", "1234"]
 def answering(monkeypatch: pytest.MonkeyPatch) -> None:
     """All is wrong after one segment, and without identifiers; else it is as `RULES` say."""
 
-    def answers(self: Trained, inputs: Any, segments: int, identifiers: Any) -> Answers:
+    def answers(self: TrainedModel, inputs: Any, segments: int, identifiers: Any) -> Answers:
         puzzles = self.task.puzzles["val"]
         wrong = np.stack([black(5)] * len(inputs)).astype(np.uint8)
         tokens = np.stack([wrong] * segments)
@@ -75,12 +74,12 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> None:
                 zip(inputs, identifiers.tolist(), strict=True)
             ):
                 (same,) = np.nonzero((asked == question).all(1))
-                (example,) = (e for e in same if puzzles.of_examples[e] == identifier)
+                (example,) = (e for e in same if puzzles.example_identifiers[e] == identifier)
                 tokens[1:, place] = right[example]
         shape = tokens.shape[:2]
         return Answers(tokens, np.zeros(shape, np.float32), np.zeros(shape, np.bool_))
 
-    monkeypatch.setattr(Trained, "answers", answers)
+    monkeypatch.setattr(TrainedModel, "answers", answers)
 
 
 def cells(line: str) -> list[list[str]]:
@@ -93,7 +92,7 @@ def test_votes_with_identifiers_and_without_are_side_by_side(
     done = here("hrm", "eval", str(arc), "--segments", "1,2,3", "--no-id")
     assert (done.returncode, done.stderr) == (0, "")
     first, above, head, *rows = done.stdout.splitlines()
-    count = len(trained(arc, "latest").puzzles("val")[0])
+    count = len(load_trained(arc, "latest").puzzles("val")[0])
     assert re.fullmatch(rf"4 tasks, \d questions, {count} puzzles of val, .* step 5", first)
     assert cells(above) == [["with", "identifiers"], ["without", "identifiers"]]
     names = ["exact", "accuracy", "pass@1", "pass@2"]
@@ -138,23 +137,23 @@ def test_answers_that_are_saved_give_the_same_votes(
     assert done.stdout.splitlines()[-1] == "wrote answers.npz"
     with np.load(tmp_path / "answers.npz", allow_pickle=False) as file:
         saved = dict(file)
-    run = trained(arc, "latest")
+    run = load_trained(arc, "latest")
     inputs, labels = run.puzzles("val")
     assert saved["segments"].tolist() == [1, 2]
     assert np.array_equal(saved["inputs"], inputs)
     assert np.array_equal(saved["labels"], labels)
-    assert np.array_equal(saved["identifiers"], run.task.puzzles["val"].of_examples)
+    assert np.array_equal(saved["identifiers"], run.task.puzzles["val"].example_identifiers)
     assert saved["names"].tolist() == [run.task.names[i] for i in saved["identifiers"]]
     assert np.array_equal(saved["predictions"][1], fake(run.task.puzzles["val"], RULES))
     assert (saved["predictions_no_id"] == black(5)).all()
     assert saved["q_halt"].shape == saved["q_halt_no_id"].shape == (2, len(inputs))
     votes = Votes(run.task.puzzles["val"], run.task.names, 2, [1, 2])
-    votes.take(slice(0, len(inputs)), saved["predictions"], saved["q_halt"])
+    votes.add(slice(0, len(inputs)), saved["predictions"], saved["q_halt"])
     assert votes.passes.tolist() == [[0, 0], [0.25, 0.75]]
 
 
 def test_batches_do_not_change_votes_and_questions_share_a_task() -> None:
-    both = made("arc", Options(train=1, test=30, augment=1, seed=2, version=1))
+    both = generate("arc", Options(train=1, test=30, augment=1, seed=2, version=1))
     puzzles = both["test"]
     counts = np.diff(puzzles.puzzles[puzzles.groups])
     sizes = np.diff(puzzles.groups)
@@ -169,25 +168,25 @@ def test_batches_do_not_change_votes_and_questions_share_a_task() -> None:
         votes = Votes(puzzles, puzzles.names, 1, [1])
         for first in range(0, len(puzzles.inputs), size):
             which = slice(first, min(first + size, len(puzzles.inputs)))
-            votes.take(which, tokens[:, which], q_halt[:, which])
+            votes.add(which, tokens[:, which], q_halt[:, which])
         assert votes.passes == pytest.approx(expected)
         assert votes.num_tasks == 30
         assert votes.num_questions == (counts / sizes).sum()
 
 
 def test_surer_answers_come_first_among_equally_frequent_ones() -> None:
-    puzzles = made("arc", Options(train=1, test=1, augment=3, seed=1, version=1))["test"]
+    puzzles = generate("arc", Options(train=1, test=1, augment=3, seed=1, version=1))["test"]
     tokens = fake(puzzles, ["11rr"])[None]
     for sure, passes in ((1.0, 1), (-1.0, 0)):
         rule = np.repeat(np.array([0, 0, sure, sure]), np.diff(puzzles.puzzles))
         votes = Votes(puzzles, puzzles.names, 1, [1])
-        votes.take(slice(0, len(rule)), tokens, rule[None].astype(np.float32))
+        votes.add(slice(0, len(rule)), tokens, rule[None].astype(np.float32))
         assert votes.passes.tolist() == [[passes]]
 
 
 def test_scores_are_those_of_lockstep_eval(arc: Path) -> None:
     metrics, _ = evaluate(arc, "val", "latest")
-    run = trained(arc, "latest")
+    run = load_trained(arc, "latest")
     identifiers = run.identifiers("val")
     (score,) = by_segments(run, *run.puzzles("val"), [2], False, identifiers)
     assert score.accuracy == pytest.approx(metrics["token_accuracy"], abs=1e-6)
@@ -196,7 +195,7 @@ def test_scores_are_those_of_lockstep_eval(arc: Path) -> None:
 
 
 def test_puzzles_are_shown_as_they_are_known(here: Here, arc: Path, tmp_path: Path) -> None:
-    run = trained(arc, "latest")
+    run = load_trained(arc, "latest")
     inputs, labels = run.puzzles("val")
     identifiers = run.identifiers("val")
     assert identifiers is not None
@@ -204,7 +203,7 @@ def test_puzzles_are_shown_as_they_are_known(here: Here, arc: Path, tmp_path: Pa
     blank = run.answers(inputs, 2, np.zeros_like(identifiers)).q_halt
     assert np.array_equal(unknown, blank)
     assert (known != unknown).any(0).sum() > 3  # those of which some demonstration was learnt
-    found = gather(run, inputs, labels, 2, False, 1, identifiers)
+    found = answer_split(run, inputs, labels, 2, False, 1, identifiers)
     assert np.array_equal(found.q_halt, known[1])
 
     done = here("hrm", "solve", str(arc), "val:3")
@@ -242,7 +241,7 @@ def test_answers_to_sudokus_are_saved(here: Here, sudokus: Path, tmp_path: Path)
     with np.load(tmp_path / "some.npz", allow_pickle=False) as file:
         saved = dict(file)
     assert set(saved) == {"segments", "inputs", "labels", "predictions", "q_halt"}
-    run = trained(sudokus, "latest")
+    run = load_trained(sudokus, "latest")
     answers = run.answers(run.puzzles("val")[0][:7], 4)
     assert np.array_equal(saved["predictions"][0], answers.tokens[3])
 

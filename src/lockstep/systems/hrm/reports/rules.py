@@ -1,4 +1,4 @@
-"""Kinds of puzzles by their tokens, and whether an answer keeps their rules."""
+"""Kinds of puzzles by their tokens, and the rules that answers must keep."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ import numpy.typing as npt
 
 from lockstep.systems.hrm.data import arc_tasks as arc
 from lockstep.systems.hrm.data import maze
-from lockstep.systems.hrm.data.sudoku.board import Board, Grid, are_solutions, board_of, to_grids
+from lockstep.systems.hrm.data.sudoku_board import Board, Grid, are_solutions, board_of, to_grids
 
 Tokens = npt.NDArray[np.integer[Any]]
 """Tokens [cells], row by row; with more dimensions in front if a docstring says so."""
 
 Cells = npt.NDArray[np.bool_]
-"""Something of each cell [cells]."""
-
-Name = Literal["sudoku", "maze", "arc", "tokens"]
+"""A mask of cells [cells]."""
 
 BLANK = 1
 """The token of a cell of a Sudoku without a digit."""
@@ -29,16 +27,16 @@ _SUDOKU_SIDES = (4, 6, 9)
 
 @dataclass(frozen=True)
 class Kind:
-    """What puzzles of a dataset are.
+    """The kind of a dataset's puzzles.
 
     Attributes:
-        name: `tokens` for those that are none of the known kinds.
+        name: `tokens` for puzzles of no known kind.
         rows: rows of a grid.
         columns: columns of a grid.
         vocabulary: number of tokens.
     """
 
-    name: Name
+    name: Literal["sudoku", "maze", "arc", "tokens"]
     rows: int
     columns: int
     vocabulary: int
@@ -50,20 +48,20 @@ class Kind:
 
     @property
     def board(self) -> Board:
-        """The board of a Sudoku; of no other kind."""
+        """The board of a Sudoku."""
         assert self.name == "sudoku"
         return board_of(self.rows)
 
     @property
     def symbols(self) -> list[str]:
-        """What stands for each token: a character, but numbers for tokens of no known kind."""
+        """The symbol of each token: a character, or its number if the kind is unknown."""
         if self.name == "sudoku":
-            return ["?", ".", *(str(digit) for digit in range(1, self.rows + 1))]
+            return ["?", ".", *map(str, range(1, self.rows + 1))]
         if self.name == "maze":
             return ["?", *maze.CHARACTERS]
         if self.name == "arc":
-            return [" ", "+", *(str(colour) for colour in range(arc.NUM_COLOURS))]
-        return [str(token) for token in range(self.vocabulary)]
+            return [" ", "+", *map(str, range(arc.NUM_COLOURS))]
+        return [*map(str, range(self.vocabulary))]
 
     def given(self, question: Tokens) -> Cells:
         """The cells of an answer that the question determines: clues; walls, start and goal."""
@@ -85,8 +83,8 @@ class Kind:
 def kind_of(vocabulary: int, length: int) -> Kind:
     """The kind of puzzles with so many tokens, of so many cells.
 
-    Puzzles that are none of the known kinds are shown as the numbers of their tokens: in a square
-    if there are as many, or in one row.
+    Puzzles of no known kind are shown as the numbers of their tokens: in a square if their count
+    allows it, else in one row.
     """
     side = math.isqrt(length)
     if side**2 != length:
@@ -101,7 +99,7 @@ def kind_of(vocabulary: int, length: int) -> Kind:
 
 
 def repeated(board: Board, grid: Grid) -> Cells:
-    """The cells whose digit stands in their row, column or box again.
+    """The cells whose digit occurs again in their row, column or box.
 
     Args:
         board: size of the board.
@@ -117,17 +115,17 @@ def repeated(board: Board, grid: Grid) -> Cells:
 
 
 def mistakes(kind: Kind, question: Tokens, answer: Tokens, label: Tokens | None) -> Cells:
-    """The cells of an answer that cannot stay.
+    """The wrong cells of an answer.
 
     These are cells that the question determines and the answer changes; in a Sudoku also those
-    without a digit, and those whose digit is repeated, clues excepted. Where the right answer is
-    known, all cells that differ from it, too.
+    without a digit, and those other than clues whose digit is repeated. If the right answer is
+    known, also all cells that differ from it.
 
     Args:
         kind: kind of the puzzle.
         question: tokens [cells].
         answer: tokens [cells].
-        label: the right answer [cells], 0 where there is nothing to answer; None: not known.
+        label: the right answer [cells], 0 in cells without an answer; None if it is unknown.
     """
     given = kind.given(question)
     wrong = given & (answer != question)
@@ -142,48 +140,14 @@ def mistakes(kind: Kind, question: Tokens, answer: Tokens, label: Tokens | None)
 def is_solved(kind: Kind, question: Tokens, answer: Tokens, label: Tokens | None) -> bool:
     """Whether an answer is a solution.
 
-    That of a Sudoku or maze is one by its rules, even if it is not the dataset's; others must be
-    equal to the label.
+    The rules decide on Sudokus and mazes, even if an answer is not the dataset's; answers to other
+    puzzles must be equal to the label.
     """
     if kind.name == "sudoku":
         has_digits = bool((answer > BLANK).all())
         is_kept = not (kind.given(question) & (answer != question)).any()
         return has_digits and is_kept and bool(are_solutions(kind.board, to_grids(answer[None]))[0])
     if kind.name == "maze":
-        return is_shortest_path(question, answer, kind.rows)
+        return maze.is_shortest_path(question, answer, kind.rows)
     assert label is not None
     return bool(((answer == label) | (label == 0)).all() and (label != 0).any())
-
-
-def is_shortest_path(question: Tokens, answer: Tokens, side: int) -> bool:
-    """Whether an answer is the question with a shortest path from start to goal.
-
-    Args:
-        question: a maze's tokens [side * side], with one start and one goal.
-        answer: tokens [side * side].
-        side: rows and columns.
-    """
-    is_path = answer == maze.PATH
-    if not np.array_equal(np.where(is_path, maze.FREE, answer), question):
-        return False
-    start, goal = ends(question)
-    least = maze.distances((question != maze.WALL).tolist(), side, start)[goal]
-    is_way = is_path | (question == maze.START) | (question == maze.GOAL)
-    along = maze.distances(is_way.tolist(), side, start)[goal]
-    return least >= 0 and along == least and int(is_path.sum()) == max(least - 1, 0)
-
-
-def ends(question: Tokens) -> tuple[int, int]:
-    """The cells of a maze's start and goal."""
-    return int(np.argmax(question == maze.START)), int(np.argmax(question == maze.GOAL))
-
-
-def solved_maze(question: Tokens, side: int) -> Tokens | None:
-    """A maze with a shortest path; None if no way leads from start to goal."""
-    start, goal = ends(question)
-    path = maze.path_between((question != maze.WALL).tolist(), side, start, goal)
-    if not path:
-        return None
-    answer = np.array(question)
-    answer[path[1:-1]] = maze.PATH
-    return answer

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.systems.hrm.data.arrays import Use, keyed
-from lockstep.systems.hrm.data.maze import FREE, PATH, WALL, mazes, to_tokens
-from lockstep.systems.hrm.data.sudoku.board import are_solutions, board_of
-from lockstep.systems.hrm.data.sudoku.solver import Solver
-from lockstep.systems.hrm.reports.kinds import is_solved, kind_of, mistakes, repeated, solved_maze
+from lockstep.systems.hrm.data.maze import FREE, PATH, WALL, mazes, solved, to_tokens
+from lockstep.systems.hrm.data.sudoku import Solver
+from lockstep.systems.hrm.data.sudoku_board import are_solutions, board_of
+from lockstep.systems.hrm.reports.rules import is_solved, kind_of, mistakes, repeated
 
 SIDES = (4, 6, 9)
 
@@ -81,7 +81,7 @@ def test_a_maze_is_solved_by_its_shortest_path_only(seed: int) -> None:
         question, answer = pairs.questions[0], pairs.answers[0]
         assert is_solved(kind, question, answer, None)
         assert not mistakes(kind, question, answer, answer).any()
-        assert np.array_equal(solved_maze(question, 11), answer)
+        assert np.array_equal(solved(question, 11), answer)
         for cell in range(kind.cells):
             wrong = answer.copy()
             wrong[cell] = FREE if answer[cell] == PATH else PATH
@@ -99,7 +99,7 @@ def test_another_path_as_short_is_a_solution_and_a_detour_is_none() -> None:
 
 def test_a_maze_without_way_has_no_solution() -> None:
     question = to_tokens("S# ## # G")
-    assert solved_maze(question, 3) is None
+    assert solved(question, 3) is None
     assert not is_solved(kind_of(6, 9), question, question, None)
     assert (question == WALL).sum() == 4
 

@@ -1,4 +1,4 @@
-"""Puzzles as texts: what is read, and what is refused in one message."""
+"""Puzzles as text: what is read and refused, and what is printed of answers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,25 @@ from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.systems.hrm.data.arrays import Use, keyed
-from lockstep.systems.hrm.data.maze import mazes, to_text
-from lockstep.systems.hrm.data.sudoku.board import board_of
-from lockstep.systems.hrm.data.sudoku.solver import Solver
-from lockstep.systems.hrm.reports.kinds import Kind, kind_of
-from lockstep.systems.hrm.reports.shown import given_text, numbered, parsed
+from lockstep.systems.hrm.data.maze import mazes, to_text, to_tokens
+from lockstep.systems.hrm.data.sudoku import Solver
+from lockstep.systems.hrm.data.sudoku_board import board_of
+from lockstep.systems.hrm.reports.rules import Kind, kind_of
+from lockstep.systems.hrm.reports.terminal import (
+    CHANGED,
+    FILLED,
+    GIVEN,
+    MISTAKE,
+    Puzzle,
+    given_text,
+    lines,
+    looks,
+    num_mistakes,
+    numbered,
+    parse,
+    probability,
+)
+from lockstep.systems.hrm.reports.trained_model import Answers
 
 SUDOKU, MAZE = kind_of(6, 16), kind_of(6, 900)
 QUESTION = next(mazes(0, Use.TEST)).questions[0]
@@ -33,7 +47,7 @@ def test_any_blanks_and_white_space_of_a_sudoku(side: int, seed: int, data: st.D
         text += str(digit) if digit else data.draw(st.sampled_from("0."))
         text += data.draw(st.sampled_from(["", "", " ", "\n", "\t", " \r\n"]))
     assert given_text(text) == (text, "puzzle")
-    tokens = parsed(text, kind_of(side + 2, side**2), "puzzle")
+    tokens = parse(text, kind_of(side + 2, side**2), "puzzle")
     assert tokens.tolist() == (digits + 1).tolist()
 
 
@@ -42,7 +56,7 @@ def test_any_blanks_and_white_space_of_a_sudoku(side: int, seed: int, data: st.D
 def test_any_text_is_a_puzzle_or_an_error_of_one_message(text: str, kind: Kind) -> None:
     message, shape = "", None
     try:
-        shape = parsed(text, kind, "here").shape
+        shape = parse(text, kind, "here").shape
     except LockstepError as error:
         message = str(error)
     assert shape == (kind.cells,) or (message.startswith("here: ") and "\n" not in message)
@@ -64,14 +78,14 @@ def test_any_text_is_a_puzzle_or_an_error_of_one_message(text: str, kind: Kind) 
 )
 def test_bad_sudokus(text: str, message: str) -> None:
     with pytest.raises(DataError, match=f"^here: .*{message}"):
-        parsed(text, SUDOKU, "here")
+        parse(text, SUDOKU, "here")
 
 
 @pytest.mark.parametrize(
     "text", ["\n".join(LINES), "\r\n".join(LINES) + "\r\n", "".join(LINES), "\n".join(LINES) + "\n"]
 )
 def test_a_maze_of_lines_or_of_one(text: str) -> None:
-    assert np.array_equal(parsed(text, MAZE, "here"), QUESTION)
+    assert np.array_equal(parse(text, MAZE, "here"), QUESTION)
 
 
 CLOSED = [row.replace(" ", "#") for row in LINES]
@@ -91,12 +105,12 @@ CLOSED = [row.replace(" ", "#") for row in LINES]
 )
 def test_bad_mazes(lines: list[str], message: str) -> None:
     with pytest.raises(DataError, match=f"^here: {message}"):
-        parsed("\n".join(lines), MAZE, "here")
+        parse("\n".join(lines), MAZE, "here")
 
 
 def test_other_puzzles_have_no_text() -> None:
     with pytest.raises(ConfigError, match=r"cannot be given as text; name one .* val:1"):
-        parsed("1", kind_of(12, 900), "here")
+        parse("1", kind_of(12, 900), "here")
 
 
 def test_a_file_holds_a_puzzle(tmp_path: Path) -> None:
@@ -127,3 +141,73 @@ def test_puzzles_of_validation_have_numbers_from_1() -> None:
     for text in ("val:", "val:0", "val:13", "val:-1", "val:1.0", "val:x", "val:" + 400 * "9"):
         with pytest.raises(ConfigError, match=r"^puzzle 'val:.*; there are val:1 to val:12$"):
             numbered(text, 12)
+
+
+SMALL_MAZE = kind_of(6, 9)
+SOLUTION = np.array([int(digit) + 1 for digit in "1234341221434321"], np.uint8)
+CLUES = np.where(np.arange(16) < 2, SOLUTION, 1).astype(np.uint8)
+
+
+def test_each_cell_is_what_it_is() -> None:
+    before, answer = SOLUTION.copy(), SOLUTION.copy()
+    before[6] = 1
+    answer[[1, 15]] = 5  # a clue is changed, and a digit wrong: 4, as in 3, 5, 10 and 12
+    expected = np.full(16, FILLED)
+    expected[0], expected[6], expected[[1, 3, 5, 10, 12, 15]] = GIVEN, CHANGED, MISTAKE
+    look = looks(SUDOKU, Puzzle(CLUES, SOLUTION), before, answer)
+    assert look.tolist() == expected.tolist()
+    assert num_mistakes(SUDOKU, Puzzle(CLUES, SOLUTION), answer) == 2
+
+
+def test_cells_of_a_maze_that_stay_free_are_nothing() -> None:
+    question, answer = to_tokens("S    #  G"), to_tokens("So  o# oG")
+    look = looks(SMALL_MAZE, Puzzle(question, answer), question, answer)
+    assert look.tolist() == [GIVEN, CHANGED, -1, -1, CHANGED, GIVEN, -1, CHANGED, GIVEN]
+    look = looks(SMALL_MAZE, Puzzle(question, answer), answer, answer)
+    assert look.tolist() == [GIVEN, FILLED, -1, -1, FILLED, GIVEN, -1, FILLED, GIVEN]
+
+
+def test_marks_of_a_whole_puzzle() -> None:
+    wrong = SOLUTION.copy()
+    wrong[15] = 3
+    answers = Answers(
+        np.stack([wrong, SOLUTION, SOLUTION])[:, None],
+        np.array([[0.0], [2.0], [2.0]], np.float32),
+        np.array([[False], [True], [True]]),
+    )
+    shown, solved = lines(SUDOKU, Puzzle(CLUES, SOLUTION), answers, False, False)
+    assert solved
+    assert [line.plain for line in shown] == [
+        "+ filled in, * changed since the segment before, ! mistake",
+        "",
+        "segment 1: halting 0.500, 14 cells changed, 1 mistake",
+        "   1 2  *3*4",
+        "  *3*4  *1!2",
+        "",
+        "  *2*1  *4*3",
+        "  *4*3  !2!2",
+        "",
+        "segment 2: halting 0.881, 1 cell changed, 0 mistakes",
+        "   1 2  +3+4",
+        "  +3+4  +1+2",
+        "",
+        "  +2+1  +4+3",
+        "  +4+3  +2*1",
+        "",
+        "segment 3: halting 0.881, 0 cells changed, 0 mistakes",
+        "solved; would have halted after 2 segments",
+    ]
+
+
+def test_styles_say_the_same_as_marks() -> None:
+    answers = Answers(SOLUTION[None, None], np.zeros((1, 1), np.float32), np.zeros((1, 1), bool))
+    shown, _ = lines(SUDOKU, Puzzle(CLUES, None), answers, False, True)
+    row = shown[3]
+    assert row.plain == "   1 2   3 4"
+    styles = [str(span.style) for span in row.spans]
+    assert styles == ["dim", "dim", "bold black on yellow", "bold black on yellow"]
+
+
+@pytest.mark.parametrize(("logit", "value"), [(0, 0.5), (2, 0.880797), (-1e30, 0), (1e30, 1)])
+def test_probabilities(logit: float, value: float) -> None:
+    assert probability(logit) == pytest.approx(value)
