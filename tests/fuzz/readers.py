@@ -42,9 +42,9 @@ from lockstep.observe.reading.follow import read_run
 from lockstep.observe.reading.listing import summarise
 from lockstep.observe.step_costs import peak_memory, step_time
 from lockstep.observe.storing.rows import dumps, row_of
+from lockstep.quantum import from_qasm
 from lockstep.systems.cifar.task import read_cifar
 from lockstep.systems.quantum.commands import training_log
-from lockstep.systems.quantum.interop import from_qasm
 from lockstep.systems.ufs.fields.bands import Selection, keep_bands, read_band
 from lockstep.systems.ufs.fields.bands import load as load_band
 from lockstep.systems.ufs.fields.sources import check_sources, find_sources

@@ -2,8 +2,8 @@
 
     from lockstep.quantum import Circuit, PauliSum, Simulator, gate, parameter
 
-The names are loaded from their modules when they are first asked for: importing this package alone
-loads none of them.
+The names are loaded from their modules when they are first used: importing this package alone loads
+none of them.
 """
 
 from __future__ import annotations
@@ -48,12 +48,8 @@ if TYPE_CHECKING:
     from lockstep.systems.quantum.layer import Layer
     from lockstep.systems.quantum.noise.channels import Channel, channel, pauli_error, qubit_channel
     from lockstep.systems.quantum.noise.circuit import DynamicCircuit, If, Measure, Reset, misread
-    from lockstep.systems.quantum.noise.density import (
-        DensitySimulator,
-        DensityState,
-        Trajectories,
-        TrajectorySimulator,
-    )
+    from lockstep.systems.quantum.noise.density import DensitySimulator, DensityState
+    from lockstep.systems.quantum.noise.trajectories import Trajectories, TrajectorySimulator
     from lockstep.systems.quantum.simulation.gradients import (
         frequencies,
         metric_tensor,

@@ -2,8 +2,8 @@
 
     from lockstep.sketch import SKLinear, replace_layers, rsvd
 
-The names are loaded from their modules when they are first asked for: importing this package alone
-loads none of them.
+The names are loaded from their modules when they are first used: importing this package alone loads
+none of them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,17 @@ from lockstep.launching.systems import CommandGroup, System
 if TYPE_CHECKING:
     from lockstep.systems.sketched.attention import RandomFeatureAttention
     from lockstep.systems.sketched.conv import SKConv2d
-    from lockstep.systems.sketched.convert import replace_layers
     from lockstep.systems.sketched.decompositions import CQRRPT, RSVD, cqrrpt, rsvd
     from lockstep.systems.sketched.linear import SKLinear
     from lockstep.systems.sketched.products import SignKey, packed_signs, sign_matrix
-    from lockstep.systems.sketched.tuner import Candidate, Choice, apply, choose, measure
+    from lockstep.systems.sketched.tuner import (
+        Candidate,
+        Choice,
+        apply,
+        choose,
+        measure,
+        replace_layers,
+    )
 
 SYSTEM = System(
     "lockstep.systems.sketched.task:Sketched",
