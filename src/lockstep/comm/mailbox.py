@@ -1,8 +1,8 @@
 """Small all-gathers of the ranks of one host, through memory that they share.
 
 A library's message between processes of one host costs tens of microseconds; MPI spins while it
-waits for one, and gloo's threads are woken for each. Here a rank writes what it has to say into
-memory of its own, counts that in a word that the others look at, and reads what they have written.
+waits for one, and gloo's threads are woken for each. Here a rank writes its part into memory
+of its own, increments a word that the others poll, and reads what they have written.
 
 Each rank has two places for messages, used alternately. It writes into one again after a message of
 each of the others has come that was sent when they had read what was there before: so nobody waits

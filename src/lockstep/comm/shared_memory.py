@@ -57,7 +57,7 @@ class SharedMemory:
         """What others need to map it, as JSON.
 
         Raises:
-            OSError: this system does not tell what.
+            OSError: this system does not provide it.
         """
         status = os.fstat(self._descriptor)
         return {

@@ -178,7 +178,7 @@ class OrderedReduction:
 
     @property
     def way(self) -> Way | None:
-        """How ranks exchange gradients, once that is known and there is something to tell."""
+        """How ranks exchange gradients, once that is known; None where there is no choice."""
         exchange, hosts = self._exchange, self._hosts
         if isinstance(hosts, Hosts):
             where = f"the ranks are on {len(hosts.ranges)} hosts"

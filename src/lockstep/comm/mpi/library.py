@@ -44,7 +44,7 @@ def has_fault_tolerance() -> bool:
 def note_loss() -> None:
     """Remember that a communicator is damaged: `MPI_Finalize` is then never called.
 
-    A rank that was told to give up by another one may not know of any death itself.
+    A rank whose communicator was revoked by another one may not know of any death itself.
     """
     global _is_damaged
     _is_damaged = True

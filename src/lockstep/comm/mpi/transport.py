@@ -53,7 +53,7 @@ class MpiTransport(Transport):
 
     Raises:
         RankFailure: a process has died before all had met.
-        GroupBroken: from any method, when a process of the group has died and MPI can tell.
+        GroupBroken: from any method, when MPI reports that a process of the group has died.
         mpi4py.MPI.Exception: another error of MPI.
     """
 
@@ -241,16 +241,16 @@ class MpiTransport(Transport):
         self._count_anew()
 
     def _grow(self, comm: MPI.Intracomm, growth: Growth) -> MPI.Intracomm:
-        """Take in the joining rank, if there is one, and have the next one started."""
+        """Let the joining rank join, if there is one, and start the next one."""
         is_ready = np.array([self.has_joiner])  # rank 0 alone has one
         # A broadcast may succeed on some ranks and fail on others; all must take the same way on.
-        is_told = True
+        is_broadcast = True
         try:
             comm.Bcast(is_ready)
         except MPI.Exception:
             comm.Revoke()
-            is_told = False
-        if not agreed(comm, is_told):
+            is_broadcast = False
+        if not agreed(comm, is_broadcast):
             return self._grow(whole(shrunk_to_living(comm)), growth)
         if is_ready[0]:
             merged = take_in(comm, self._joiner, self._num_taken)
@@ -259,7 +259,7 @@ class MpiTransport(Transport):
             comm = whole(shrunk_to_living(comm) if merged is None else merged)
         if self._joiner is not None and self._joiner.has_failed:
             self._joiner = None
-        # A new rank 0 has started none itself; it knows only how many were taken in.
+        # A new rank 0 has started none itself; it knows only how many have joined.
         started = max(self._num_started, self._num_taken)
         is_wanted = comm.size < growth.size and started < growth.most and self._joiner is None
         if comm.rank == 0 and is_wanted:
@@ -293,8 +293,8 @@ class MpiTransport(Transport):
         return "" if isinstance(self._mailbox, Mailbox) else self._mailbox
 
     def _look(self) -> None:
-        """Raise an exception where others do not come any more."""
-        self.comm.Iprobe()  # or MPI would not hear of it
+        """Raise an exception if the ranks waited for will not come."""
+        self.comm.Iprobe()  # drives MPI, which notices a loss only while it is called
         if self.is_damaged():
             raise GroupBroken("a rank has died, or has given the group up")
 

@@ -113,7 +113,7 @@ class GroupTransport(Transport):
         return "" if isinstance(self._mailbox, Mailbox) else self._mailbox
 
     def _look(self) -> None:
-        """Raise an exception where others do not come any more, if this transport can tell."""
+        """Raise an exception if the ranks waited for will not come, where that can be known."""
 
     def _finish(self, work: Any) -> None:
         work.wait()
@@ -149,14 +149,14 @@ class Subgroup(GroupTransport):
         self.gather_host(torch.zeros(1), [1] * self.size)
 
     def give_up(self) -> None:
-        """Nothing to do: nobody can be woken in a group that cannot go on without a rank."""
+        """Nothing to do: such a group cannot go on without a rank, so no rank needs to be woken."""
 
     def is_damaged(self) -> bool:
         """Always: whether a rank is lost, the ranks of all the group find out."""
         return True
 
     def close(self) -> None:
-        """Let the process group go."""
+        """Release the process group."""
         self.group = None
 
 
@@ -221,7 +221,7 @@ class ProcessGroupTransport(GroupTransport):
         return Subgroup(self, made[number], ranks.index(self.rank), len(ranks), calls)
 
     def is_damaged(self) -> bool:
-        """Always: these backends do not tell a lost rank from other errors."""
+        """Always: these backends do not distinguish a lost rank from other errors."""
         return True
 
     def close(self) -> None:

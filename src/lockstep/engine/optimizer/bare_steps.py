@@ -1,7 +1,7 @@
-"""What an optimizer steps on this rank, and steps of torch's own at less cost.
+"""What an optimizer steps on this rank, and steps of torch's own optimizers at less cost.
 
-That is for its compiler and its profiler, and for a small model takes several times as long as the
-arithmetic.
+torch wraps `step` for its compiler, its profiler and its hooks. For a small model these wrappers
+take several times as long as the arithmetic, so they are skipped where none of them is in use.
 """
 
 from __future__ import annotations

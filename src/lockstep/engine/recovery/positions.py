@@ -1,4 +1,4 @@
-"""The former ranks of a new group's members, and which of them has come furthest."""
+"""The former ranks of a new group's members, and which of them is furthest."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How the ranks that are left of a broken group go on, and new processes take part.
+"""How the survivors of a broken group go on, and how new processes join them.
 
-`Recovery.run` is the whole procedure, from top to bottom. It may be broken off anywhere by a
-further loss, and then begins anew: nothing in it is done twice, and nothing that one rank has
-committed is lost while that rank lives.
+`Recovery.run` is the whole procedure, from top to bottom. A further loss may interrupt it anywhere;
+it then restarts. Each part checks what is already done, so nothing is done twice, and nothing that
+one rank has committed is lost while that rank lives.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Recovery:
         self._reporter = reporter
         self.is_new = is_new
         self._held = Held() if is_new else self._scattered()
-        # Whether it has given up what it held, and waits for what the ranks of its column hold.
+        # Whether it has dropped its blocks and shards for others, which it has yet to receive.
         self._is_moved = False
-        # Whether it has begun to go back to the newest checkpoint; from then on nothing else helps.
+        # Whether it has begun to restore the newest checkpoint: then its newer state is gone.
         self._goes_back = False
 
     def run(self) -> None:
@@ -76,8 +76,8 @@ class Recovery:
             LockstepError: nobody is left who has the state; on all ranks.
         """
         started, reached = perf_counter(), self._state.progress.step
-        # Read once, since each regroup gives out new ranks: after a further loss, the rank in the
-        # last group that trained is still what counts.
+        # Read once: each regroup assigns new ranks, and after a further loss the rank in the last
+        # group that trained is still the one that counts.
         former = NOWHERE if self.is_new else self._transport.rank
         row = self._reporter.own_row()
         while True:
@@ -99,14 +99,14 @@ class Recovery:
                 break
             except GroupBroken:
                 self._reporter.keep_calls(self._state.progress.step)
-                continue  # anew from the top: who leads may be among the dead
+                continue  # from the top: the leading rank may be among the dead
         self._microbatches.regroup(self._state.progress.step, optimizer)
         self._held = self._scattered()
         self.is_new = self._is_moved = self._goes_back = False
         self._checkpointer.regroup()
-        if origin.former[0] != 0:  # who wrote checkpoints is lost, perhaps in the middle of one
+        if origin.former[0] != 0:  # the former rank 0 may have died while it wrote a checkpoint
             self._state.is_save_overdue = True
-        # Reported last: what is timed is all that the loss has cost up to here.
+        # Reported last, so that the time covers all that the loss has cost.
         seconds = perf_counter() - started
         self._reporter.regroup(self._state.progress, origin, copied, seconds, reached)
         if self._transport.size < self._config.min_ranks:
@@ -118,7 +118,7 @@ class Recovery:
         return Held(placement.column, placement.data.rank, placement.data.size)
 
     def _regroup(self, former: int, row: dict[str, Any]) -> Origin:
-        """Meet those that are left and those that are new; the latter only with the same facts.
+        """Form a group of the survivors and of joining ranks that have the same facts.
 
         Raises:
             GroupBroken: somebody was lost, or was refused.
@@ -127,7 +127,8 @@ class Recovery:
         step = self._state.progress.step
         self._runtime.at("regroup", step)
         self._transport.regroup(takes_in=True)
-        # Rank 0 may be another process now. It needs the lock and the log files before any event.
+        # Rank 0 may be another process now. It needs the lock and the log files before any event
+        # is emitted.
         on_first(self._transport, self._runtime.take_over)
         self._runtime.at("catch_up", step)
         origin = find_origin(self._transport, former, self._held, row, self._parts.facts)
@@ -136,9 +137,9 @@ class Recovery:
         return origin
 
     def _agree_on_lead(self) -> Lead:
-        """Give up what an interrupted step has left, and find out who has come furthest."""
+        """Undo what an interrupted step has left, and find out which rank is furthest."""
         state, train_step = self._state, self._parts.train_step
-        # First, since an interrupted all-gather may have left anything in the parameters.
+        # First, since an interrupted all-gather may have left arbitrary values in the parameters.
         train_step.give_up()
         return find_lead(
             self._transport, state.progress, state.result, train_step.applied, self.is_new
@@ -161,7 +162,7 @@ class Recovery:
             return None
         if not train_step.sharded:
             return None
-        # Who has committed has whole parameters, changed by the task since they were stepped.
+        # A rank that has committed has all parameters, with the changes of `Task.after_step`.
         pairs = zip(origin.held, lead.have_committed, strict=True)
         complete = {held.column for held, is_done in pairs if is_done}
         if self._parts.placement.in_slices:
@@ -169,16 +170,16 @@ class Recovery:
         return collect(train_step, origin.held, complete)
 
     def _take_place(self) -> None:
-        """Connect every rank to those beside it on the mesh; few hold other units than before."""
+        """Connect every rank to its neighbours on the mesh; few ranks change their units."""
         placement = self._parts.placement
         placement.connect()
         if placement.is_split and placement.column != self._held.column:
-            # What it held is gone from here on, also if a further loss breaks this off.
+            # From here on its former units are gone, also if a further loss interrupts this.
             self._held, self._is_moved = Held(), True
             self._parts.train_step.take_place()
 
     def _lead_in_column(self, lead: Lead) -> Lead:
-        """Who has come furthest of those that hold the same shards; of them copies are made."""
+        """The furthest rank among those with the same blocks and shards; its state is copied."""
         placement, state = self._parts.placement, self._state
         if not placement.is_split:
             return lead
@@ -204,7 +205,7 @@ class Recovery:
         if self.is_new or self._is_moved:
             state.progress = Progress.from_state_dict(meta["progress"])
             state.load_state_dict(meta["run"])
-        # A hook of the leading rank may have ended the run after the step that is missing here.
+        # A hook of the leading rank may have ended the run after the step that this rank lacks.
         state.progress.finished = meta["progress"]["finished"]
 
     def _commit_like(self, lead: Lead) -> None:
@@ -212,14 +213,14 @@ class Recovery:
         state = self._state
         if state.progress.step < lead.step:
             assert lead.result is not None
-            # What its task did after that step came with its state, if it had committed it.
+            # If it had committed the step, what its task did afterwards came with its state.
             state.commit(lead.result, with_task=lead.committed < lead.step)
 
     def _is_state_lost(self, lead: Lead) -> bool:
-        """Bring what microbatches carry to the ranks that compute them, and rows to their owners.
+        """Move what microbatches carry to the ranks that compute them, and rows to their owners.
 
         Returns:
-            Whether nobody that is left has some of it.
+            Whether some of it is on no surviving rank.
         """
         train_step, mesh = self._parts.train_step, self._parts.placement.mesh
         carries, tables = train_step.carries, train_step.tables
@@ -256,7 +257,7 @@ class Recovery:
                     "start the run again, with checkpoint.every set, or set lower"
                 )
             )
-        # Joining ranks do not know that the run was asked to stop.
+        # Joining ranks do not know whether the run was asked to stop.
         reasons = self._transport.gather_json(self._state.stop_reason)
         self._state.go_back(progress, next(filter(None, reasons), ""))
 

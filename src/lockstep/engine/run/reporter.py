@@ -1,4 +1,4 @@
-"""From steps to events: sums between two reports, and everyone's times."""
+"""Turns steps into events: sums between two reports, and the times of all ranks."""
 
 from __future__ import annotations
 
@@ -116,14 +116,14 @@ class Reporter:
         self._slots = slots
         self._times = [Times() if r == NOWHERE else self._times[r] for r in origin.former]
         self._way = None  # to be said of the new group, too
-        dealt = tuple(map(len, self._parts.placement.mesh.microbatches))
+        assigned = tuple(map(len, self._parts.placement.mesh.microbatches))
         emit(
             Recovered(
                 step=step,
                 world_size=len(slots),
                 seconds=seconds,
                 copied=copied,
-                microbatches=dealt,
+                microbatches=assigned,
             )
         )
 
@@ -134,7 +134,7 @@ class Reporter:
             step: committed steps.
         """
         calls = self._runtime.transport.call_ring
-        if not calls.has_failed:  # a new process is to be taken in
+        if not calls.has_failed:  # the group is broken for a joining rank, not by a loss
             return
         try:
             self._directory.flight.keep(self._runtime.slot, calls.copy())

@@ -37,7 +37,7 @@ from lockstep.parallel.rounds import Rounds
 
 
 class Workspace:
-    """Laid out anew when the group or the microbatches of its ranks change.
+    """Memory and plan of a step; rebuilt when the group or the assignment of microbatches changes.
 
     Attributes:
         microbatches: microbatches that this rank computes; those of rounds that it has none in are
