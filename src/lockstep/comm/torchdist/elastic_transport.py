@@ -108,7 +108,8 @@ class ElasticTransport(GroupTransport):
     """A process group that is rebuilt, in the same processes, whenever a rank is lost.
 
     The launcher's supervisor sees a death and notifies the survivors. A thread in each of them then
-    wakes blocked collectives: over gloo, by shutting down the group's connections, since its `abort` does not wake a receive from a peer that lives; over NCCL, by `abort`.
+    wakes blocked collectives: over gloo, by shutting down the group's connections, since its
+    `abort` does not wake a receive from a peer that lives; over NCCL, by `abort`.
     The NCCL half of this has never run on more than one GPU.
 
     Args:
