@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,12 +12,12 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep.comm.calls import CallGroup
-from lockstep.comm.mailbox import CAPACITY, Mailbox, open_mailbox
+from lockstep.comm.mailbox import HostTransport
 from lockstep.comm.torchdist.store import meet_at
 from lockstep.comm.transport import Sending, Transport, collective, count_broadcast, offsets
 
 
-class GroupTransport(Transport):
+class GroupTransport(HostTransport):
     """Moves tensors with a `torch.distributed.ProcessGroup`, or a backend of one.
 
     Attributes:
@@ -28,19 +27,16 @@ class GroupTransport(Transport):
 
     failures = (RuntimeError,)
     group: Any
-    _timeout_s = math.inf
 
     def __init__(self, backend: str, device: torch.device | None) -> None:
         super().__init__()
         self.name = backend
         self.device = device or torch.device("cpu")
-        self._mailbox: Mailbox | str | None = None
 
     @collective
     def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> None:
         """See `Transport.all_gather`."""
-        if out.nbytes <= CAPACITY and isinstance(self._mailbox, Mailbox):
-            self._mailbox.all_gather(own, out, counts, self.traffic)
+        if self._gathers(own, out, counts):
             return
         longest, num_own, size = max(counts), own.numel(), out.itemsize
         self.traffic.add(num_own * (self.size - 1) * size, (out.numel() - num_own) * size)
@@ -104,16 +100,8 @@ class GroupTransport(Transport):
 
     def share_memory(self) -> None:
         """See `Transport.share_memory`."""
-        if self._mailbox is None and self.device.type == "cpu":
-            self._mailbox = open_mailbox(self, self._look, self._timeout_s)
-
-    @property
-    def why_messages(self) -> str | None:
-        """See `Transport.why_messages`."""
-        return "" if isinstance(self._mailbox, Mailbox) else self._mailbox
-
-    def _look(self) -> None:
-        """Raise an exception if the ranks waited for will not come, where that can be known."""
+        if self.device.type == "cpu":
+            super().share_memory()
 
     def _finish(self, work: Any) -> None:
         work.wait()
@@ -138,8 +126,7 @@ class Subgroup(GroupTransport):
             calls: the same group, as calls are counted in it.
         """
         super().__init__(whole.name, whole.device)
-        self.observer, self.traffic = whole.observer, whole.traffic
-        self.call_ring, self.call_group = whole.call_ring, calls
+        self._join_records(whole, calls)
         self.group, self.rank, self.size = group, rank, size
         self._timeout_s = whole._timeout_s
 
