@@ -74,11 +74,11 @@ class RunState:
         self._runtime.at("committed", self.progress.step)
         self._runtime.on_step(self.progress.step)
 
-    def go_back(self, progress: Progress, stop_reason: str) -> None:
-        """Go on from an earlier position of the run.
+    def restore(self, progress: Progress, stop_reason: str) -> None:
+        """Go on from a checkpoint.
 
         Args:
-            progress: that position.
+            progress: position of the run in the checkpoint.
             stop_reason: why the ranks were asked to stop; empty if they were not.
         """
         self.progress, self.result, self.stop_reason = progress, None, stop_reason

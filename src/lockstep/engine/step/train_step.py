@@ -305,7 +305,7 @@ class TrainStep:
         self.flat_optimizer.bind(self.workspace.stepped)
         self.parameters.close()
 
-    def take_place(self) -> None:
+    def move(self) -> None:
         """Take the shards of this rank's position on the mesh; `assign` must follow.
 
         Parameters and optimizer state of shards that were not held have no content yet.
