@@ -95,10 +95,10 @@ _NUM_BYTES = _WORD_BYTES + 2 * CAPACITY
 """Of the memory of a rank."""
 _MASK = 2**32 - 1
 _SPIN_NS = 200_000
-"""For so long a quick answer is looked for before this process sleeps, if each has a core."""
+"""How long this process spins before it sleeps, if each rank has a core."""
 _LEAST_SPIN_NS = 5_000
 _LOOK_S = 0.002
-"""So often a process that sleeps looks whether it does so in vain."""
+"""How often a sleeping process checks whether the others can still come."""
 
 
 class Mailbox:
@@ -120,11 +120,11 @@ class Mailbox:
             memories: memory of each rank, all zero at first.
             processes: the process of each rank.
             has_cores: whether each rank has a core to itself, as far as is known.
-            check: function that raises an exception if waiting is in vain.
+            check: function that raises an exception if the others will not come.
             timeout_s: seconds after which a wait is given up.
 
         Raises:
-            OSError: a process is not there any more.
+            OSError: a process has ended.
         """
         self._rank, self._memories = rank, list(memories)
         self._starts = [memory.data_ptr() for memory in memories]
@@ -228,7 +228,7 @@ def open_mailbox(
 
     Args:
         transport: transport between the ranks.
-        check: function that raises an exception if waiting for others is in vain.
+        check: function that raises an exception if the others will not come.
         timeout_s: seconds after which a wait is given up.
 
     Raises:

@@ -69,7 +69,7 @@ class SharedMemory:
         }
 
     def close(self) -> None:
-        """Let nobody else map it any more; the tensor stays."""
+        """Close the descriptor, so that no other process can map it; the tensor stays."""
         self._close()
 
 

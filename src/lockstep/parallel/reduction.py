@@ -132,6 +132,7 @@ class OrderedReduction:
         is_shared = shares_memory and size > 1 and not is_small and device.type == "cpu"
         memory: SharedMemory | str = "no memory is shared"
         if is_shared:
+            # Messages from shared memory are slower (`shared_arena`): only where it may serve.
             neighbours = is_one_host or (isinstance(hosts, Hosts) and hosts.inside.size > 1)
             arena, memory = shared_arena(layout, num_rows, neighbours)
         else:
@@ -158,6 +159,7 @@ class OrderedReduction:
             by_host = NodesByHost(plan, hosts, self._exchange.total)
         else:
             by_host = SlicesByHost(plan, hosts, memory)
+        # Both give the same bits, so which one is taken may depend on a measurement.
         ways = {HIERARCHICAL: by_host, MESSAGES: self._exchange}
         self._exchange = Tried(transport, ways, by_host.total) if is_measured else by_host
 

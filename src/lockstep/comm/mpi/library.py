@@ -123,7 +123,7 @@ def exchange(
 
 
 def _end(comm: MPI.Intracomm, requests: Sequence[MPI.Request]) -> None:
-    """Have what is under way fail, here and on all others, and wait until it has."""
+    """Make pending messages fail, here and on all other ranks, and wait until they have."""
     with contextlib.suppress(MPI.Exception):
         comm.Revoke()
     for request in requests:

@@ -27,7 +27,7 @@ from lockstep.comm.torchdist.waiting import (
 from lockstep.comm.transport import LocalTransport, Transport, collective
 
 Wait = Callable[[Any, Finish, Connections], None]
-"""Waits for a transfer over some connections by a function that gives up what is in vain."""
+"""Waits for a transfer over some connections, by a function that notices when it cannot end."""
 
 
 class ElasticSubgroup(Subgroup):
@@ -203,7 +203,7 @@ class ElasticTransport(GroupTransport):
         """Nothing to do: see `withdraw`."""
 
     def _look(self) -> None:
-        """Raise an exception where others do not come any more."""
+        """Raise an exception if the ranks waited for will not come."""
         if self._supervision.is_lost():
             raise GenerationLost("a rank died")
 

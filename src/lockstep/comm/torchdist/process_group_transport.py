@@ -43,6 +43,7 @@ class GroupTransport(HostTransport):
         if min(counts) == longest:
             self._finish(self.group._allgather_base(out, own))
             return
+        # Process groups gather parts of equal size only.
         padded = out.new_zeros(longest)
         padded[: own.numel()] = own
         everyone = out.new_empty(self.size * longest)

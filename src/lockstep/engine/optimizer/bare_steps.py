@@ -65,7 +65,7 @@ def check_savable(
 
 
 class Keepers:
-    """The optimizers that step, as keepers of state by name."""
+    """Which of the optimizers that step keeps which state, by name."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Keepers:
         optimizers: Mapping[str, optim.Optimizer],
         part_of_group: Sequence[optim.Optimizer],
     ) -> None:
-        """Take note of them.
+        """Keep references to them.
 
         Args:
             is_flat: whether all are element-wise, so that they step flat tensors.

@@ -78,7 +78,7 @@ class Reporter:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The values that a process that joins later must have, as JSON."""
+        """What a joining rank needs, as JSON."""
         return {
             "sums": self._sums,
             "num_steps": self._num_steps,

@@ -224,7 +224,7 @@ class StepSums:
     ) -> None:
         """Turn what went wrong on any rank into the same error on all."""
         if any(h.has_failed for h in headers):
-            # A backward pass that was broken off has left gradients and hooks' work half done.
+            # An interrupted backward pass has left partial gradients and half-finished hooks.
             self._passes.restart()
             failure = shared_error(self._runtime.transport, error)
             assert failure is not None

@@ -139,7 +139,7 @@ def meet_inside(
     num_nodes: Sequence[int],
     merged: Merged,
 ) -> Inside:
-    """How the ranks of a host reach each other's nodes: a collective of theirs.
+    """How the ranks of a host reach each other's nodes; a collective of these ranks.
 
     Args:
         plan: exchange of all ranks.
