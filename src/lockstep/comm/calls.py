@@ -139,7 +139,7 @@ class CallRing:
         return bool(self._words[_FAILED])
 
     def start(self, rank: int, size: int) -> CallGroup:
-        """Begin a group of all ranks, in which calls are counted anew.
+        """Begin a group of all ranks, in which calls are counted from 1.
 
         Args:
             rank: rank of this process.

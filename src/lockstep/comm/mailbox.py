@@ -1,8 +1,8 @@
 """Small all-gathers of the ranks of one host, through memory that they share.
 
 A library's message between processes of one host costs tens of microseconds; MPI spins while it
-waits for one, and gloo's threads are woken for each. Here a rank writes what it has to say into
-memory of its own, counts that in a word that the others look at, and reads what they have written.
+waits for one, and gloo's threads are woken for each. Here a rank writes its part into memory
+of its own, increments a word that the others poll, and reads what they have written.
 
 Each rank has two places for messages, used alternately. It writes into one again after a message of
 each of the others has come that was sent when they had read what was there before: so nobody waits
@@ -24,6 +24,7 @@ from time import monotonic_ns
 
 from torch import Tensor
 
+from lockstep.comm.calls import CallGroup
 from lockstep.comm.shared_memory import allocate, map_all
 from lockstep.comm.transport import GroupBroken, Traffic, Transport, offsets
 
@@ -94,10 +95,10 @@ _NUM_BYTES = _WORD_BYTES + 2 * CAPACITY
 """Of the memory of a rank."""
 _MASK = 2**32 - 1
 _SPIN_NS = 200_000
-"""For so long a quick answer is looked for before this process sleeps, if each has a core."""
+"""How long this process spins before it sleeps, if each rank has a core."""
 _LEAST_SPIN_NS = 5_000
 _LOOK_S = 0.002
-"""So often a process that sleeps looks whether it does so in vain."""
+"""How often a sleeping process checks whether the others can still come."""
 
 
 class Mailbox:
@@ -119,11 +120,11 @@ class Mailbox:
             memories: memory of each rank, all zero at first.
             processes: the process of each rank.
             has_cores: whether each rank has a core to itself, as far as is known.
-            check: function that raises an exception if waiting is in vain.
+            check: function that raises an exception if the others will not come.
             timeout_s: seconds after which a wait is given up.
 
         Raises:
-            OSError: a process is not there any more.
+            OSError: a process has ended.
         """
         self._rank, self._memories = rank, list(memories)
         self._starts = [memory.data_ptr() for memory in memories]
@@ -227,7 +228,7 @@ def open_mailbox(
 
     Args:
         transport: transport between the ranks.
-        check: function that raises an exception if waiting for others is in vain.
+        check: function that raises an exception if the others will not come.
         timeout_s: seconds after which a wait is given up.
 
     Raises:
@@ -249,3 +250,38 @@ def open_mailbox(
         problem = f"rank {transport.rank}: {error.strerror}"
     problems = list(filter(None, transport.gather_json(problem)))
     return problems[0] if problems or made is None else made
+
+
+class HostTransport(Transport):
+    """A transport that moves small all-gathers through a mailbox, where all ranks share a host."""
+
+    _timeout_s = math.inf
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mailbox: Mailbox | str | None = None
+
+    def share_memory(self) -> None:
+        """See `Transport.share_memory`."""
+        if self._mailbox is None:
+            self._mailbox = open_mailbox(self, self._look, self._timeout_s)
+
+    @property
+    def why_messages(self) -> str | None:
+        """See `Transport.why_messages`."""
+        return "" if isinstance(self._mailbox, Mailbox) else self._mailbox
+
+    def _gathers(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> bool:
+        """Whether the mailbox has done an all-gather; else it is left to the library."""
+        if out.nbytes > CAPACITY or not isinstance(self._mailbox, Mailbox):
+            return False
+        self._mailbox.all_gather(own, out, counts, self.traffic)
+        return True
+
+    def _join_records(self, whole: Transport, calls: CallGroup) -> None:
+        """Count calls, bytes and waits with those of the whole group, as a subgroup of it."""
+        self.observer, self.traffic = whole.observer, whole.traffic
+        self.call_ring, self.call_group = whole.call_ring, calls
+
+    def _look(self) -> None:
+        """Raise an exception if the ranks waited for will not come, where that can be known."""

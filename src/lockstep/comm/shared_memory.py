@@ -57,7 +57,7 @@ class SharedMemory:
         """What others need to map it, as JSON.
 
         Raises:
-            OSError: this system does not tell what.
+            OSError: this system does not provide it.
         """
         status = os.fstat(self._descriptor)
         return {
@@ -69,7 +69,7 @@ class SharedMemory:
         }
 
     def close(self) -> None:
-        """Let nobody else map it any more; the tensor stays."""
+        """Close the descriptor, so that no other process can map it; the tensor stays."""
         self._close()
 
 

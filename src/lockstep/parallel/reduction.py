@@ -132,6 +132,7 @@ class OrderedReduction:
         is_shared = shares_memory and size > 1 and not is_small and device.type == "cpu"
         memory: SharedMemory | str = "no memory is shared"
         if is_shared:
+            # Messages from shared memory are slower (`shared_arena`): only where it may serve.
             neighbours = is_one_host or (isinstance(hosts, Hosts) and hosts.inside.size > 1)
             arena, memory = shared_arena(layout, num_rows, neighbours)
         else:
@@ -158,6 +159,7 @@ class OrderedReduction:
             by_host = NodesByHost(plan, hosts, self._exchange.total)
         else:
             by_host = SlicesByHost(plan, hosts, memory)
+        # Both give the same bits, so which one is taken may depend on a measurement.
         ways = {HIERARCHICAL: by_host, MESSAGES: self._exchange}
         self._exchange = Tried(transport, ways, by_host.total) if is_measured else by_host
 
@@ -178,7 +180,7 @@ class OrderedReduction:
 
     @property
     def way(self) -> Way | None:
-        """How ranks exchange gradients, once that is known and there is something to tell."""
+        """How ranks exchange gradients, once that is known; None where there is no choice."""
         exchange, hosts = self._exchange, self._hosts
         if isinstance(hosts, Hosts):
             where = f"the ranks are on {len(hosts.ranges)} hosts"

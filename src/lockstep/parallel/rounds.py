@@ -161,11 +161,13 @@ class Rounds:
             received = self._memory("received", leaf.dtype, length * num_leaves)
             self.transport.all_to_all(
                 leaf,
+                # A rank without a microbatch takes part too: a collective needs all ranks.
                 [len(p) if rank < num_leaves else 0 for p in parts],
                 [p.first for p in parts],
                 received,
                 [length if r < num_leaves else 0 for r in range(self.transport.size)],
             )
+            # By rank: in a round that is the order of microbatches, and so that of the tree.
             for theirs in received.view(num_leaves, length):
                 fold.add([theirs], _NOTHING)
 
@@ -189,6 +191,7 @@ class Rounds:
             late = [n for n, tensor in enumerate(theirs or []) if tensor is not None]
             if late:
                 raise LateGradientError(own.start + late[0])
+        # Every rank folds the scalars of all leaves: they are few, and all ranks need the sums.
         size, num_leaves = self.transport.size, self._num_leaves
         everyone = scalars.new_empty(len(scalars) * size)
         self.transport.all_gather(scalars, everyone, [len(scalars)] * size)

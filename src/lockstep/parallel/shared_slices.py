@@ -6,7 +6,7 @@ What `exchange.Slices` sends, ranks of one host read where it lies:
     tree-sum     this rank's slice of every node, into its own first one
     wait         all slices are finished
     copy         the others' finished slices
-    wait         nobody reads this rank's memory any more
+    wait         no rank reads this one's memory any longer
 
 The additions are those of `exchange.add_up`, so the bits are, too. A rank writes into its own
 memory only: one that dies leaves the nodes of others as they were, and what it had half written is

@@ -42,7 +42,7 @@ class Growth:
 
 
 class Joiner:
-    """A process that rank 0 has started and that waits to be taken in.
+    """A process that rank 0 has started and that waits to join.
 
     `MPI_Comm_spawn` returns when the new process has called `MPI_Init`, so a thread calls it.
 
@@ -50,7 +50,7 @@ class Joiner:
         argv: program and arguments to run.
 
     Attributes:
-        is_ready: whether it can be taken in now.
+        is_ready: whether it can join now.
         has_failed: whether it could not be started.
     """
 
@@ -74,7 +74,7 @@ class Joiner:
         """Tell it to join, and make a group of this process and the new one, in this order.
 
         Args:
-            num_taken: number of joining ranks that the group has taken in before.
+            num_taken: number of ranks that have joined the group before.
 
         Raises:
             mpi4py.MPI.Exception: it has died.
@@ -84,7 +84,7 @@ class Joiner:
         return _raising(self._between.Merge(high=False))
 
     def dismiss(self) -> None:
-        """Tell it that it will not be taken in."""
+        """Tell the process that it will not join, so that it ends."""
         self._thread.join(_START_S)
         if self._between is not None:
             with contextlib.suppress(MPI.Exception):
@@ -96,8 +96,8 @@ def take_in(comm: Comm, joiner: Joiner | None, num_taken: int) -> Comm | None:
 
     Args:
         comm: communicator of the ranks there are.
-        joiner: process to take in, on rank 0; None on the other ranks.
-        num_taken: number of joining ranks that the group has taken in before.
+        joiner: process that joins, on rank 0; None on the other ranks.
+        num_taken: number of ranks that have joined the group before.
 
     Returns:
         None on all ranks if it has failed on one of them; `comm` may then be revoked.
@@ -109,7 +109,7 @@ def take_in(comm: Comm, joiner: Joiner | None, num_taken: int) -> Comm | None:
         between = _raising(comm.Create_intercomm(0, pair or MPI.COMM_SELF, leader, _TAG))
         merged = _raising(between.Merge(high=False))
     except MPI.Exception:
-        for other in (comm, pair, between):  # somebody may wait in one of them
+        for other in (comm, pair, between):  # another rank may wait in one of them
             if other is not None:
                 other.Revoke()
     if agreed(comm, merged is not None):
@@ -130,10 +130,10 @@ def agreed(comm: Comm, is_well: bool = True) -> bool:
 def join() -> tuple[Comm, int]:
     """A joining rank's side of `take_in`; returns when it is invited.
 
-    The process kills itself, and so counts as a lost rank, when it can no longer be taken in.
+    The process kills itself, and so counts as a lost rank, when it can no longer join.
 
     Returns:
-        The group, and how many joining ranks were taken in, this one counted.
+        The group, and how many ranks have joined it, this one included.
     """
     note_loss()  # in another world than this process's own
     parent = _raising(MPI.Comm.Get_parent())

@@ -44,7 +44,7 @@ def has_fault_tolerance() -> bool:
 def note_loss() -> None:
     """Remember that a communicator is damaged: `MPI_Finalize` is then never called.
 
-    A rank that was told to give up by another one may not know of any death itself.
+    A rank whose communicator was revoked by another one may not know of any death itself.
     """
     global _is_damaged
     _is_damaged = True
@@ -123,7 +123,7 @@ def exchange(
 
 
 def _end(comm: MPI.Intracomm, requests: Sequence[MPI.Request]) -> None:
-    """Have what is under way fail, here and on all others, and wait until it has."""
+    """Make pending messages fail, here and on all other ranks, and wait until they have."""
     with contextlib.suppress(MPI.Exception):
         comm.Revoke()
     for request in requests:

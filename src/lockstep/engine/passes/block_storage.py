@@ -26,7 +26,7 @@ Moment = Literal["unshard", "leave"]
 
 
 class BlockStorage:
-    """Has the parameters of blocks come and go, and sends their gradients to those who sum them.
+    """Gathers and frees the parameters of blocks, and sends gradients to the ranks that sum them.
 
     All calls are collectives of the ranks that hold the same blocks (`Placement.storage`).
     """
@@ -54,7 +54,7 @@ class BlockStorage:
         self._users.clear()
 
     def restart(self) -> None:
-        """Forget a pass that was broken off."""
+        """Forget an interrupted pass."""
         for segment in +self._users:
             self._flat.close(segment)
         self._users.clear()

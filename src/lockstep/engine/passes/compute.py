@@ -89,7 +89,7 @@ class Compute:
             microbatch: number of the microbatch.
             batch: its samples.
             carries: has what the microbatch carries from the step before, and takes what it carries
-                to the next. Without it, or if it has nothing, the microbatch begins anew.
+                to the next. Without it, or if it has nothing, the microbatch starts fresh.
             fetched: rows of each table that it looks up; without, as before the first step.
 
         Raises:

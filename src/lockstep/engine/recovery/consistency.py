@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -130,19 +130,16 @@ def check_streams(transport: Transport, landmarks: dict[str, str], step: int) ->
     Raises:
         DataError: on every rank, naming the first sample and the ranks that differ.
     """
-    everyone = transport.gather_json(landmarks)
-    for place in dict.fromkeys(place for theirs in everyone for place in theirs):
-        there = {rank: theirs[place] for rank, theirs in enumerate(everyone) if place in theirs}
-        if len(set(there.values())) > 1:
-            usual, _ = Counter(there.values()).most_common(1)[0]
-            odd = ", ".join(str(rank) for rank, digest in there.items() if digest != usual)
-            raise shared(
-                DataError(
-                    f"step {step}: dataset('train'): {place} is another one on rank {odd} than on "
-                    "other ranks; every rank must read the same stream (sort the names of files, "
-                    "and do not look at ranks)"
-                )
+    found = _first_odd(transport.gather_json(landmarks))
+    if found is not None:
+        place, odd = found
+        raise shared(
+            DataError(
+                f"step {step}: dataset('train'): {place} is another one on rank {', '.join(odd)} "
+                "than on other ranks; every rank must read the same stream (sort the names of "
+                "files, and do not look at ranks)"
             )
+        )
 
 
 def _whole_ones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -158,13 +155,24 @@ def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def _first_difference(transport: Transport, mine: dict[str, str]) -> str:
     """Names the first digest that is not the same everywhere, and the ranks in the minority."""
-    everyone = transport.gather_json(mine)
-    names = dict.fromkeys(name for theirs in everyone for name in theirs)
-    for name in names:
-        digests = {rank: theirs[name] for rank, theirs in enumerate(everyone) if name in theirs}
-        usual, _ = Counter(digests.values()).most_common(1)[0]
-        odd = [str(rank) for rank, digest in digests.items() if digest != usual]
+    found = _first_odd(transport.gather_json(mine))
+    if found is None:
+        return ""
+    name, odd = found
+    ranks = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {', '.join(odd)}"
+    return f"{name} on {ranks} differs from the other ranks'"
+
+
+def _first_odd(everyone: Sequence[Mapping[str, str]]) -> tuple[str, list[str]] | None:
+    """The first name whose value differs between ranks, and the ranks in the minority.
+
+    Args:
+        everyone: values by name, of each rank; a rank need not have all names.
+    """
+    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
+        values = {rank: theirs[name] for rank, theirs in enumerate(everyone) if name in theirs}
+        usual, _ = Counter(values.values()).most_common(1)[0]
+        odd = [str(rank) for rank, value in values.items() if value != usual]
         if odd:
-            ranks = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {', '.join(odd)}"
-            return f"{name} on {ranks} differs from the other ranks'"
-    return ""
+            return name, odd
+    return None

@@ -1,4 +1,4 @@
-"""What a step comes to on all ranks: sums, headers, and errors that are the same everywhere."""
+"""Sums of a step over all ranks, headers, and errors that are the same on every rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Header(NamedTuple):
     stop_reason: str
     """Reason for which this rank was asked to end, one of `STOP_REASONS`."""
     grows: bool
-    """Whether this rank knows of a new process that waits to be taken in."""
+    """Whether this rank knows of a new process that waits to join."""
     times: Times
     """Seconds that this rank has spent so far, by kind of work."""
     counters: tuple[float, ...]
@@ -91,7 +91,7 @@ class StepResult(NamedTuple):
     times: list[Times]
     """For each rank, where its time had gone when it sent its header."""
     grows: bool
-    """Whether a new process waits to be taken in, the same on all ranks."""
+    """Whether a new process waits to join, the same on all ranks."""
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> StepResult:
@@ -168,7 +168,7 @@ class StepSums:
         travels = runtime.transport.size > 1
         if self._placement.are_coupled:
             headers = self._headers(own)
-            # Nobody sums: a column that has no failed rank would, and the others would not.
+            # No rank sums then, or a column without a failed rank would, and the others not.
             if any(h.has_failed for h in headers):
                 return headers
             travels = False
@@ -189,7 +189,7 @@ class StepSums:
         bits = 0
         for header in headers:
             bits |= header.asked
-        # Most have nothing to add in most steps, however many ranks there are.
+        # In most steps there is nothing to add.
         if bits != own.asked and self._asked is not None:
             self._asked.add_bits(bits)
 
@@ -224,12 +224,12 @@ class StepSums:
     ) -> None:
         """Turn what went wrong on any rank into the same error on all."""
         if any(h.has_failed for h in headers):
-            # A backward pass that was broken off has left gradients and hooks' work half done.
+            # An interrupted backward pass has left partial gradients and half-finished hooks.
             self._passes.restart()
             failure = shared_error(self._runtime.transport, error)
             assert failure is not None
             raise failure
-        # The sum tells of any microbatch: NaN and infinity do not cancel in it.
+        # One check of the sum covers all microbatches: NaN and infinity do not cancel.
         if not math.isfinite(scalars[0]):
             is_divided = self._placement.is_split or self._placement.in_slices
             losses = self._passes.losses

@@ -156,6 +156,7 @@ class TrainStep:
             self.workspace.gather_parameters()
             self._runtime.at("gathered", step)
             watch.communication_s += watch.lap()
+        # All ranks have the step now, so none has to follow another one.
         self._apply.summed = None
         watch.compute_s += watch.lap()
         return result
@@ -218,6 +219,8 @@ class TrainStep:
         """Give every rank what it takes to apply the step, also without those that die now."""
         watch = self.watch
         if self.sharded:
+            # A buddy steps its copy of the slice itself: a gradient is less to send than the
+            # parameters and state of an optimizer, and no older version need be kept.
             self.workspace.exchange_slices()
         if self.carries is not None:
             self.carries.send_copies(step, [header.carry_length for header in summed.headers])
@@ -305,7 +308,7 @@ class TrainStep:
         self.flat_optimizer.bind(self.workspace.stepped)
         self.parameters.close()
 
-    def take_place(self) -> None:
+    def move(self) -> None:
         """Take the shards of this rank's position on the mesh; `assign` must follow.
 
         Parameters and optimizer state of shards that were not held have no content yet.

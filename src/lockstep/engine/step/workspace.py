@@ -37,7 +37,7 @@ from lockstep.parallel.rounds import Rounds
 
 
 class Workspace:
-    """Laid out anew when the group or the microbatches of its ranks change.
+    """Memory and plan of a step; rebuilt when the group or the assignment of microbatches changes.
 
     Attributes:
         microbatches: microbatches that this rank computes; those of rounds that it has none in are
@@ -159,6 +159,7 @@ class Workspace:
         self._blocks = [in_blocks(of_segment[0].gradient) for of_segment in self.stepped]
         self._with_buddy = with_buddy and self._transport.size > 1
         self.every_slice = [own for of_segment in self.stepped for own in of_segment]
+        # Parameters in slices have memory of their own, which no gather overwrites.
         keeps_aside = with_buddy and not self._in_slices
         self._spares = [torch.empty_like(own.parameters) for own in self.every_slice if keeps_aside]
         self.take_slices()
@@ -175,6 +176,7 @@ class Workspace:
         made = []
         for number, (first, last) in enumerate(ranges):
             parameters = flat.new_empty(last - first) if self._in_slices else flat[first:last]
+            # Rounds sum into memory of this rank's slice; other reductions into whole segments.
             gradient = total
             if not isinstance(self.reduction, Rounds):
                 gradient = total[first:last]
@@ -214,6 +216,7 @@ class Workspace:
 
     def norm(self) -> float:
         """The norm of the summed gradient; a collective if sharded or split."""
+        # Every rank has all blocks then, and computes the same number without a message.
         if not (self._sharded or self._placement.is_split):
             return global_norm(self._blocks)
         norms = [block_norms(blocks) for blocks in self._blocks]
@@ -245,6 +248,7 @@ class Workspace:
             return
         for sums, entries in zip(self.buffer_sums, self._buffer_entries, strict=True):
             for column in range(0, placement.mesh.num_columns, placement.mesh.tp):
+                # A copy, since this rank's own sums are sent to the others later.
                 of_stage = sums.clone()
                 placement.world.broadcast(of_stage, placement.mesh.members(column)[0])
                 for entry, unit in entries:
@@ -275,12 +279,12 @@ class Workspace:
                 gather_slices(self._transport, flat, slices)
 
     def keep_aside(self) -> None:
-        """Keep a copy of the slices just stepped, if a buddy is to have them."""
+        """Keep a copy of the slices just stepped, for `put_back`, where there are buddies."""
         for own, spare in zip(self.every_slice, self._spares, strict=False):
             spare.copy_(own.parameters)
 
     def put_back(self) -> None:
-        """Undo what an interrupted `gather_parameters` has done to the slices of this rank."""
+        """Restore the slices of this rank after an interrupted `gather_parameters`."""
         for own, spare in zip(self.every_slice, self._spares, strict=False):
             own.parameters.copy_(spare)
 

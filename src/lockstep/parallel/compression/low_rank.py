@@ -83,7 +83,7 @@ def right_start(factor: Tensor, key: int) -> Tensor:
     """The V to begin a step with: of the right factor of the step before.
 
     Columns of zeros (of the first step, or of a matrix whose gradient was zero) would stay zeros:
-    M V = 0 leads to another arbitrary U. So the seed draws them anew.
+    M V = 0 leads to another arbitrary U. So they are drawn again, from the seed.
 
     Args:
         factor: right factor of the last sum, [columns, rank].

@@ -153,10 +153,10 @@ class Summed:
 
 
 class CompressedReduction(ABC):
-    """Stands where an `OrderedReduction` does; a leaf is compressed as it is added.
+    """Used in place of an `OrderedReduction`; a leaf is compressed as it is added.
 
-    Loss, metrics and buffers are summed as without compression, by an ordered reduction of theirs,
-    which also brings the headers.
+    Loss, metrics and buffers are summed as without compression, by an ordered reduction, which also
+    brings the headers.
 
     Attributes:
         fold: this reduction, which takes leaves itself.

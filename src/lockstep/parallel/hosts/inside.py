@@ -1,6 +1,6 @@
 """What the ranks of a host do among themselves with slices: in memory they share, or by messages.
 
-Each rank works on a share of the elements: it adds up the host's nodes there, and tells the others
+Each rank works on a share of the elements: it adds up the host's nodes there, and gives the others
 the finished sums.
 """
 
@@ -56,7 +56,7 @@ class InMessages(Inside):
             transport: transport between the ranks of the host.
             arena: arena of this rank.
             num_nodes: number of nodes of each rank.
-            merged: what becomes of them.
+            merged: how they are added up.
         """
         self._transport, self._arena = transport, arena
         self._num_nodes, self._merged = num_nodes, merged
@@ -99,7 +99,7 @@ class InMemory(Inside):
         Args:
             rank: number of this rank among those of the host.
             ranks: the ranks of the host.
-            merged: what becomes of their nodes.
+            merged: how their nodes are added up.
             at: function that is called at each moment.
         """
         self._rank, self._ranks, self._at = rank, ranks, at
@@ -139,14 +139,14 @@ def meet_inside(
     num_nodes: Sequence[int],
     merged: Merged,
 ) -> Inside:
-    """How the ranks of a host reach each other's nodes: a collective of theirs.
+    """How the ranks of a host reach each other's nodes; a collective of these ranks.
 
     Args:
         plan: exchange of all ranks.
         transport: transport between the ranks of the host.
         memory: memory of the plan's arena, or why it cannot be shared.
         num_nodes: number of nodes of each rank of the host.
-        merged: what becomes of them.
+        merged: how they are added up.
     """
     found = map_all(transport, memory)
     if isinstance(found, str):

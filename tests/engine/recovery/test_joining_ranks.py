@@ -13,7 +13,7 @@ from lockstep.comm.transport import LocalTransport
 from lockstep.config import TrainConfig
 from lockstep.engine.assembly import Parts, assemble
 from lockstep.engine.digests import model_digest
-from lockstep.engine.recovery.positions import NOWHERE, Held, find_origin
+from lockstep.engine.recovery.positions import NOWHERE, Owned, find_origin
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.task import Loss, Task
 
@@ -102,14 +102,14 @@ class Gathered(LocalTransport):
 
 
 def test_joiners_are_compared_with_ranks_that_have_trained() -> None:
-    names = ("former", "held", "row", "facts")
+    names = ("former", "owned", "row", "facts")
     ranks = [
-        (1, Held(0, 1, 3), {}, {"data": "a", "loss": "b"}),
-        (2, Held(0, 2, 3), {}, {"data": "a", "loss": "b"}),
-        (NOWHERE, Held(), {}, {"data": "a", "loss": "c"}),
-        (NOWHERE, Held(), {}, {"data": "a", "loss": "b"}),
-        (NOWHERE, Held(), {}, {"loss": "c"}),
+        (1, Owned(0, 1, 3), {}, {"data": "a", "loss": "b"}),
+        (2, Owned(0, 2, 3), {}, {"data": "a", "loss": "b"}),
+        (NOWHERE, Owned(), {}, {"data": "a", "loss": "c"}),
+        (NOWHERE, Owned(), {}, {"data": "a", "loss": "b"}),
+        (NOWHERE, Owned(), {}, {"loss": "c"}),
     ]
     rows = [dict(zip(names, rank, strict=True)) for rank in ranks]
-    origin = find_origin(Gathered(rows), 1, Held(0, 1, 3), {}, {})
+    origin = find_origin(Gathered(rows), 1, Owned(0, 1, 3), {}, {})
     assert origin.foreign_ranks == {2: ["loss"], 4: ["data", "loss"]}
