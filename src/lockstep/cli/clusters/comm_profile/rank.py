@@ -21,6 +21,12 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from lockstep.cli.clusters.comm_profile.calls import (
+    grouped,
+    joined,
+    joined_torch,
+    open_torch,
+)
 from lockstep.cli.clusters.comm_profile.profiler import (
     Facts,
     Profiler,
@@ -28,12 +34,6 @@ from lockstep.cli.clusters.comm_profile.profiler import (
     hosts_of,
     versions,
     warnings_of,
-)
-from lockstep.cli.clusters.comm_profile.torch_calls import (
-    grouped,
-    joined,
-    joined_torch,
-    open_torch,
 )
 from lockstep.comm.torchdist.process_group_transport import ProcessGroupTransport
 from lockstep.comm.transport import Transport
