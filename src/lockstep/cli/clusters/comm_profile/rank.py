@@ -44,7 +44,7 @@ from lockstep.launching.rank.environment import Environment, detect
 from lockstep.launching.rank.join import open_transport
 from lockstep.launching.rank.process import num_threads, tell
 from lockstep.planning.operations import OPERATIONS, size_text
-from lockstep.planning.profile import FORMAT, VERSION, Measurement, Profile, to_json
+from lockstep.planning.profile import FORMAT, VERSION, Measurement, Profile
 
 TIMEOUT_S = 60.0
 """Seconds that a rank waits for the others in one collective, where a transport has a timeout."""
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
         tell(error)
         return error.exit_code
     if environment.rank == 0:
-        sys.stdout.write(to_json(profile) + "\n")
+        sys.stdout.write(json.dumps(asdict(profile), allow_nan=False) + "\n")
         sys.stdout.flush()
     return 0
 
