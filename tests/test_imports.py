@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,8 @@ import pytest
 import lockstep as ls
 
 SLOW = {"torch", "numpy", "pydantic", "yaml", "mpi4py", "safetensors"}
+SCIENCE = tuple(f"lockstep.systems.{name}." for name in ("ufs", "quantum", "sketched", "hrm"))
+"""Beginnings of the names of all modules of systems, apart from the ones that list them."""
 COMMAND = """
 import sys
 sys.argv = ["lockstep", *sys.argv[1:]]
@@ -32,11 +33,6 @@ def imported(folder: Path, code: str, *arguments: str) -> set[str]:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return set(done.stdout.splitlines()[-1].split()[1:])
-
-
-def inside_systems(modules: set[str]) -> set[str]:
-    """Modules of systems, but for what tells of a system before it is imported."""
-    return {name for name in modules if re.match(r"lockstep\.systems\.\w+\.", name)}
 
 
 def test_the_library_is_imported_name_by_name(tmp_path: Path) -> None:
@@ -76,25 +72,28 @@ def test_asking_for_help_imports_nothing_slow(tmp_path: Path, arguments: list[st
 def test_commands_of_recipes_are_imported_when_asked_for(
     tmp_path: Path, arguments: list[str]
 ) -> None:
-    assert not inside_systems(imported(tmp_path, COMMAND, *arguments))
+    modules = imported(tmp_path, COMMAND, *arguments)
+    assert not [name for name in modules if name.startswith(SCIENCE)]
 
 
 def test_a_rank_imports_the_recipe_it_trains_only(tmp_path: Path) -> None:
     modules = imported(tmp_path, COMMAND, "train", "digits", "steps=1", "--run-dir", "r")
     assert "lockstep.systems.digits.task" in modules
-    assert inside_systems(modules) == {"lockstep.systems.digits.task"}
-    assert "qiskit" not in modules
-    unasked = ("verify", "chaos", "slurm", "doctor", "evaluate", "export")
-    assert not [
-        name for name in modules if name.startswith(tuple(f"lockstep.cli.{c}" for c in unasked))
-    ]
+    others = (*SCIENCE, "qiskit")
+    assert not [name for name in modules if name.startswith(others)]
+    commands = (
+        "prove.verify", "prove.chaos", "clusters.slurm", "clusters.doctor", "start.evaluate",
+        "start.sweep",
+    )  # fmt: skip
+    unasked = tuple(f"lockstep.cli.{command}" for command in commands)
+    assert not [name for name in modules if name.startswith(unasked)]
 
 
 def test_every_public_name_is_there() -> None:
     assert set(ls.__all__) <= set(dir(ls))
+    doors = {"quantum": "systems.quantum", "sketch": "systems.sketched"}
     for name in ls.__all__:
-        own = getattr(ls, name).__name__
-        assert own == name or own.startswith("lockstep."), own
+        assert getattr(ls, name).__name__ in (name, f"lockstep.{doors.get(name, name)}")
         assert vars(ls)[name] is getattr(ls, name)
 
 

@@ -18,7 +18,7 @@ def main() -> NoReturn:
     collect_seldom()
     with ending_at_interrupt():
         from lockstep.cli.main import main as command
-        from lockstep.launching.warm.forked import Forked
+        from lockstep.launching.warm import Forked
     try:
         command()
     except Forked as forked:

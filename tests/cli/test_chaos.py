@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch import nn
 
-from lockstep.cli.prove.chaos.plan import Incident, draw
-from lockstep.cli.prove.chaos.sessions import (
+from lockstep.cli.prove.chaos.command import (
     Ranks,
     SessionResult,
     Sessions,
     stalling_reader,
     trained,
 )
-from lockstep.cli.prove.chaos.sessions import _was_hit_at_start as was_hit_at_start
+from lockstep.cli.prove.chaos.command import _was_hit_at_start as was_hit_at_start
+from lockstep.cli.prove.chaos.plan import Incident, draw
 from lockstep.cli.prove.chaos.verdict import (
     Effect,
     Trained,

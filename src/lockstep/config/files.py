@@ -1,8 +1,8 @@
-"""Opening, reading and replacing files that someone else may have prepared.
+"""Opening, reading and replacing files that may come from someone else.
 
-A run directory, a config or a dataset may come from someone else. So a file is opened only if it
-is a regular one: a FIFO would keep its reader waiting, a device would never end. In a run
-directory links are not followed either, and new files get names that cannot be guessed.
+A run directory, a config or a dataset may be hostile. So only regular files are opened: a FIFO
+would keep its reader waiting, a device would never end. In a run directory links are not followed
+either, and new files get names that cannot be guessed.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def read_bytes(path: Path, limit: int = MAX_TEXT_BYTES, *, follow_links: bool = 
     """
     with open_to_read(path, follow_links=follow_links) as file:
         size = os.fstat(file.fileno()).st_size
-        # A file that is too large is not read at all; one that grows meanwhile is not read on.
+        # A file that is too large is not read at all, and one that grows only up to the limit.
         data = file.read(limit + 1) if size <= limit else b""
     if max(size, len(data)) > limit:
         raise OSError(errno.EFBIG, f"is larger than {limit:,} bytes", str(path))

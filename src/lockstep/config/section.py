@@ -14,7 +14,7 @@ from typing_extensions import dataclass_transform
 from lockstep.config.parsing import shown
 from lockstep.errors import ConfigError
 
-_NAMES_ELSEWHERE: Mapping[str, tuple[str, ...]] = MappingProxyType(
+_FOREIGN_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "batch_size": ("batch", "bs", "train_batch_size"),
         "checkpoint.every": ("save_steps",),
@@ -47,14 +47,14 @@ def keys(kind: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def unknown_key(kind: type[BaseModel], key: str) -> str:
-    """The message that a config has no such key, with the one that may be meant."""
+    """The message that a config has no such key, with a similar one."""
     nearest = _nearest(list(keys(kind)), key)
     return f"unknown key {shown(key)}" + (f"; did you mean {nearest}?" if nearest else "")
 
 
 def _nearest(known: list[str], key: str) -> str | None:
     plain = key.lower().replace("-", "_")
-    for own, others in _NAMES_ELSEWHERE.items():
+    for own, others in _FOREIGN_NAMES.items():
         if plain in others and own in known:
             return own
     leaf = plain.rpartition(".")[2]

@@ -243,7 +243,7 @@ def mean_and_deviation(pixels: Tensor) -> tuple[float, float]:
 
 
 def hold_out(given: dict[str, Labelled], val: float, test: float) -> dict[str, Labelled]:
-    """`given` with val, and test where there is none, taken out of train.
+    """The splits of `given`, with val (and test, if missing) taken out of train.
 
     Every class is held out in proportion. The rows depend on the labels and the fractions only.
 

@@ -22,7 +22,8 @@ from lockstep.observe import StepCost, read_events, read_result
 from lockstep.planning.facts import Anatomy, Facts, Timed
 from lockstep.planning.layouts import Layout
 from lockstep.planning.network import Network
-from lockstep.planning.plan import Plan, make_plan, write_plan
+from lockstep.planning.plan import Plan, make_plan
+from lockstep.planning.profile import write_json
 
 KEYS = ("steps=24", "log_every=2")
 
@@ -54,7 +55,7 @@ def with_plan(folder: Path, plan: Plan | None = None, **keys: Any) -> ls.TrainCo
     """The config of a short training with a file that holds a plan of it, or another one."""
     keys = {"steps": 24, "log_every": 2} | keys
     path = folder / "plan.json"
-    write_plan(path, plan or plan_of(config(**keys)))
+    write_json(path, plan or plan_of(config(**keys)))
     return config(plan=str(path), **keys)
 
 
@@ -193,7 +194,7 @@ def test_the_command_says_what_is_wrong_with_a_plan(
 
 def test_resume_keeps_the_plan_and_reads_it_again(lockstep: Any, tmp_path: Path) -> None:
     of = override(EverythingConfig(), KEYS)
-    write_plan(tmp_path / "plan.json", plan_of(of))
+    write_json(tmp_path / "plan.json", plan_of(of))
     arguments = ("train", target(), "--run-dir", "run", *KEYS, "plan=plan.json")
     done = lockstep(*arguments, "stop_at_step=12")
     assert done.returncode == 0, done.stderr
@@ -221,7 +222,7 @@ def test_resume_keeps_the_plan_and_reads_it_again(lockstep: Any, tmp_path: Path)
 
 def test_the_prediction_outlives_rank_0(lockstep: Any, tmp_path: Path) -> None:
     of = override(EverythingConfig(), KEYS)
-    write_plan(tmp_path / "plan.json", plan_of(of))
+    write_json(tmp_path / "plan.json", plan_of(of))
     faults = to_env([PlannedFault(0, 17)], tmp_path / "faults")
     done = lockstep(
         "train", target(), "-n", "3", "--launcher", "local", "--run-dir", "run", *KEYS,
@@ -244,7 +245,7 @@ def test_of_ranks_of_which_one_dies_before_training_only_the_others_are_told(
 ) -> None:
     """They begin anew, and look again at what the plan says of so many."""
     of = override(EverythingConfig(), [*KEYS, "evil=death"])
-    write_plan(tmp_path / "plan.json", plan_of(of, [1]))
+    write_json(tmp_path / "plan.json", plan_of(of, [1]))
     done = lockstep(
         "train", target(), "-n", "3", "--launcher", "local", "--run-dir", "run", *KEYS,
         "evil=death", "plan=plan.json",

@@ -9,7 +9,7 @@ import typer
 
 from lockstep.cli.options import LauncherOption, Overrides, RunDir, Target, importing, leave
 from lockstep.launching.rank.early import ending_at_interrupt
-from lockstep.launching.warm.forked import foresee_ranks
+from lockstep.launching.warm import foresee_ranks
 
 
 def slurm(

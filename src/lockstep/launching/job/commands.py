@@ -15,7 +15,7 @@ from typing import Literal
 
 from lockstep.comm.mpi import without_hierarchy
 from lockstep.errors import LaunchError, shortened
-from lockstep.launching.host import supervised_rank, supervisor, torchrun
+from lockstep.launching.host import supervisor, torchrun
 from lockstep.launching.host.parent_watch import bound_to_parent
 from lockstep.launching.host.processes import THREAD_VARIABLES
 from lockstep.launching.job.preflight import check_system, missing_variables, mpi_memory_folder
@@ -49,7 +49,7 @@ _PLACE_VARIABLES = (
     SERVER,
 )
 _PLACE_PREFIXES = (
-    supervised_rank.PREFIX,
+    supervisor.PREFIX,
     "LOCKSTEP_MPI_",
     "OMPI_COMM_WORLD_",
     "TORCHELASTIC_",

@@ -28,7 +28,7 @@ _PLACES = ("LOCKSTEP_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "TORCHELASTIC_", "S
 """Prefixes of the environment variables with the places of ranks."""
 
 _WARM = "LOCKSTEP_WARM"
-"""A variable that users set; see `launching.warm.forked`."""
+"""A variable that users set; see `launching.warm`."""
 
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from lockstep.config.parsing import parse_int, shown
 from lockstep.errors import EnvironError
-from lockstep.launching.host import supervised_rank as local
+from lockstep.launching.host import supervisor as local
 
 Launcher = Literal["python", "local", "mpi", "torchrun", "slurm"]
 

@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 
 from lockstep.comm.host import collect_as_usual, use_large_pages
 from lockstep.launching.rank.early import prepare
-from lockstep.launching.warm.forked import Forked
+from lockstep.launching.warm import Forked
 from lockstep.launching.warm.proxy import limit_numbers
 
 _PR_SET_NAME, _PR_SET_MM, _PR_SET_MM_MAP = 15, 35, 14

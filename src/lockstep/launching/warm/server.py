@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockstep.launching.host.parent_watch import PR_SET_PDEATHSIG
-from lockstep.launching.warm.forked import Forked
+from lockstep.launching.warm import Forked
 from lockstep.launching.warm.proxy import PROXY, SERVER, address, is_own, receive, send
 from lockstep.launching.warm.rank import show_as
 

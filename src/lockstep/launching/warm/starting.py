@@ -19,7 +19,7 @@ from lockstep.launching.host.parent_watch import PR_SET_PDEATHSIG, bound_to_pare
 from lockstep.launching.host.processes import THREAD_VARIABLES
 from lockstep.launching.job.commands import is_one_host, rank_environment
 from lockstep.launching.systems import load_recipe
-from lockstep.launching.warm.forked import Forked, is_command, is_wanted
+from lockstep.launching.warm import Forked, is_command, is_wanted
 from lockstep.launching.warm.proxy import surroundings
 from lockstep.launching.warm.rank import can_be_shown
 from lockstep.launching.warm.server import Fits, Server, listener

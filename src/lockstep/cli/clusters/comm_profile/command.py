@@ -25,7 +25,7 @@ from lockstep.launching.rank.environment import detect
 from lockstep.launching.rank.process import tell
 from lockstep.launching.start import choose_launcher, launcher_command
 from lockstep.planning.operations import parse_sizes
-from lockstep.planning.profile import Profile, from_json, write_profile
+from lockstep.planning.profile import Profile, from_json, write_json
 
 NUM_RANKS = 2
 DEVICES = ("auto", "cpu", "cuda")
@@ -183,7 +183,7 @@ def _check_files(options: Options) -> None:
 def _show(profile: Profile, options: Options, console: Console) -> None:
     """Write files first: what was measured must not be lost to a closed terminal."""
     if options.json is not None:
-        write_profile(options.json, profile)
+        write_json(options.json, profile)
     if options.plot is not None:
         write_plot(options.plot, profile)
     console.print(heading(profile), highlight=False, markup=False)

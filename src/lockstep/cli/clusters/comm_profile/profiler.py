@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 
 import lockstep
-from lockstep.cli.clusters.comm_profile.engine_calls import ENGINE_CALLS
+from lockstep.cli.clusters.comm_profile.calls import ENGINE_CALLS, TORCH_CALLS, Group
 from lockstep.cli.clusters.comm_profile.meter import LEAST, Meter, Timed, start_of
-from lockstep.cli.clusters.comm_profile.torch_calls import TORCH_CALLS, Group
 from lockstep.comm.transport import Transport
 from lockstep.engine.step.memory import memory_limits
 from lockstep.launching.rank.environment import Environment

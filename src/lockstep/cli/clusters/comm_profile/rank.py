@@ -21,6 +21,12 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from lockstep.cli.clusters.comm_profile.calls import (
+    grouped,
+    joined,
+    joined_torch,
+    open_torch,
+)
 from lockstep.cli.clusters.comm_profile.profiler import (
     Facts,
     Profiler,
@@ -28,12 +34,6 @@ from lockstep.cli.clusters.comm_profile.profiler import (
     hosts_of,
     versions,
     warnings_of,
-)
-from lockstep.cli.clusters.comm_profile.torch_calls import (
-    grouped,
-    joined,
-    joined_torch,
-    open_torch,
 )
 from lockstep.comm.torchdist.process_group_transport import ProcessGroupTransport
 from lockstep.comm.transport import Transport
@@ -44,7 +44,7 @@ from lockstep.launching.rank.environment import Environment, detect
 from lockstep.launching.rank.join import open_transport
 from lockstep.launching.rank.process import num_threads, tell
 from lockstep.planning.operations import OPERATIONS, size_text
-from lockstep.planning.profile import FORMAT, VERSION, Measurement, Profile, to_json
+from lockstep.planning.profile import FORMAT, VERSION, Measurement, Profile
 
 TIMEOUT_S = 60.0
 """Seconds that a rank waits for the others in one collective, where a transport has a timeout."""
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
         tell(error)
         return error.exit_code
     if environment.rank == 0:
-        sys.stdout.write(to_json(profile) + "\n")
+        sys.stdout.write(json.dumps(asdict(profile), allow_nan=False) + "\n")
         sys.stdout.flush()
     return 0
 
