@@ -136,7 +136,7 @@ class Checkpointer:
             if is_first or train_step.shares_state:
                 state = whole_state(train_step)
             with train_step.parameters.whole():
-                is_split = train_step.places.is_split
+                is_split = train_step.placement.is_split
                 whole = whole_tensors(train_step, state) if is_split else None
                 if is_first:
                     meta = self._meta(progress)
@@ -187,7 +187,7 @@ class Checkpointer:
             train_step = self._parts.train_step
             check_streams(self._transport, self._parts.loader.landmarks(), progress.step)
             check_replicas(
-                train_step.places,
+                train_step.placement,
                 train_step.model,
                 train_step.state.unsaved,
                 train_step.task_state,
@@ -205,7 +205,7 @@ class Checkpointer:
         """
         if self._transport.size == 1:
             return
-        is_whole = not self._parts.places.is_split
+        is_whole = not self._parts.placement.is_split
         paths = self._parts.pass_state.compare(self._transport, step, is_whole)
         if paths:
             self._warn(
@@ -316,7 +316,7 @@ class Checkpointer:
             saved = from_named(snapshot.carry, snapshot.meta["carry"], self._runtime.device)
         # All of them are on rank 0 first, which read them; `redistribute` sends them on.
         carries.replace(saved)
-        carries.redistribute(self._parts.places.mesh.microbatches)
+        carries.redistribute(self._parts.placement.mesh.microbatches)
 
     def _mark_best(self, step: int) -> None:
         """Let the hint name the best checkpoint, if any: its writer may have died before that."""

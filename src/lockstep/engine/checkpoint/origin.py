@@ -64,8 +64,8 @@ def manifest_of(
         "saved_at": time.time(),
         "layout": {
             "world_size": transport.size,
-            "pp": parts.places.mesh.pp,
-            "tp": parts.places.mesh.tp,
+            "pp": parts.placement.mesh.pp,
+            "tp": parts.placement.mesh.tp,
             "transport": transport.name,
         },
         "rounding": parts.rounding._asdict(),

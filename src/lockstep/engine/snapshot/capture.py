@@ -16,7 +16,7 @@ from lockstep.engine.carry.carries import CarryByNumber, named_tensors
 from lockstep.engine.checkpoint.format import Kind, Snapshot, Tensors
 from lockstep.engine.digests import combined_digest, model_digest, tensor_digest, tensors_digest
 from lockstep.engine.optimizer.optimizer_state import OptimizerState
-from lockstep.engine.placement import Places
+from lockstep.engine.placement import Placement
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.nn.cutting import every_tensor, held_tensors, joined_by_name, shards_of, units_of
@@ -81,8 +81,8 @@ def capture(
 
 def own_tensors(train_step: TrainStep) -> dict[str, Tensor]:
     """Parameters and persistent buffers that this rank has; whole ones by their own names."""
-    places, model = train_step.places, train_step.model
-    return held_tensors(model, places.own) if places.is_split else dict(model.state_dict())
+    placement, model = train_step.placement, train_step.model
+    return held_tensors(model, placement.own) if placement.is_split else dict(model.state_dict())
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -92,7 +92,7 @@ def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _optimizer_tensors(train_step: TrainStep, state: OptimizerState) -> dict[str, Tensor]:
     """An optimizer's tensors by "key/parameter", on the CPU."""
     optimizer = {name: tensor.cpu() for name, tensor in state.tensors.items()}
-    shards = {} if train_step.places.is_split else train_step.flat.shards
+    shards = {} if train_step.placement.is_split else train_step.flat.shards
     for key, segments in state.flats.items():
         for name, tensor in joined_by_name(train_step.flat.named(segments), shards):
             optimizer[f"{key}/{name}"] = tensor.cpu()
@@ -109,11 +109,11 @@ def whole_digest(train_step: TrainStep) -> str:
         streamed.drain()
         return combined_digest(digests | {n: tensor_digest(n, t) for n, t in buffers.items()})
     with train_step.parameters.whole():
-        if not train_step.places.is_split:
+        if not train_step.placement.is_split:
             return model_digest(train_step.model, buffers)
         whole = whole_tensors(train_step, None)
         digest = tensors_digest(whole.model | dict(buffers)) if whole else ""
-        return str(train_step.places.world.gather_json(digest)[0])
+        return str(train_step.placement.world.gather_json(digest)[0])
 
 
 def whole_tensors(train_step: TrainStep, state: OptimizerState | None) -> WholeTensors | None:
@@ -123,25 +123,25 @@ def whole_tensors(train_step: TrainStep, state: OptimizerState | None) -> WholeT
         train_step: training step with this rank's part of the model.
         state: this rank's part of the optimizer's state, if that is wanted too.
     """
-    places, model, flat = train_step.places, train_step.model, train_step.flat
-    if places.replica_number != 0:
+    placement, model, flat = train_step.placement, train_step.model, train_step.flat
+    if placement.replica_number != 0:
         return None
-    here = held_tensors(model, places.own)
-    everyone = _gathered(places, here, every_tensor(model), units_of(model))
+    here = held_tensors(model, placement.own)
+    everyone = _gathered(placement, here, every_tensor(model), units_of(model))
     tensors = dict(joined_by_name(everyone, shards_of(model)))
     optimizer = {}
     flats = state.flats if state else {}
     # A rank that trains no parameter has no state of any.
-    for key in sorted({key for keys in places.replica.gather_json(list(flats)) for key in keys}):
+    for key in sorted({key for keys in placement.replica.gather_json(list(flats)) for key in keys}):
         here = flat.named(flats[key]) if key in flats else {}
-        everyone = _gathered(places, here, flat.everyone, flat.units)
+        everyone = _gathered(placement, here, flat.everyone, flat.units)
         for name, tensor in joined_by_name(everyone, flat.shards):
             optimizer[f"{key}/{name}"] = tensor
-    return WholeTensors(tensors, optimizer) if places.world.rank == 0 else None
+    return WholeTensors(tensors, optimizer) if placement.world.rank == 0 else None
 
 
 def _gathered(
-    places: Places,
+    placement: Placement,
     own: Mapping[str, Tensor],
     likes: Mapping[str, Tensor],
     units: Mapping[str, Unit],
@@ -149,7 +149,7 @@ def _gathered(
     """Tensors by name, on rank 0 those of all ranks of its replica, in host memory.
 
     Args:
-        places: place of each rank on the mesh.
+        placement: place of each rank on the mesh.
         own: tensors that this rank has.
         likes: all tensors; of those that this rank does not have, only the shapes count.
         units: unit of each tensor that not every rank has.
@@ -162,8 +162,8 @@ def _gathered(
         if tensor is None:
             tensor = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        places.replica.broadcast(flat, places.owner_column(units[name]))
-        if places.world.rank == 0:
+        placement.replica.broadcast(flat, placement.owner_column(units[name]))
+        if placement.world.rank == 0:
             gathered[name] = flat.view(tensor.dtype).view(tensor.shape).to("cpu", copy=True)
     return gathered
 
@@ -246,7 +246,7 @@ class StreamedState:
         whole = torch.zeros(numel, dtype=dtype, device=flat.flats[0].device)
         for (first, last), part in train_step.flat_optimizer.state_of(segment, key):
             whole[first:last] = part
-        gather_slices(train_step.places.storage, whole, slices)
+        gather_slices(train_step.placement.storage, whole, slices)
         views = {
             e.name: whole[e.range.first : e.range.last].view(e.shape)
             for e in flat.entries_of(segment)

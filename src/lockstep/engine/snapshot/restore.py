@@ -118,7 +118,7 @@ def start_from(start: WeightsConfig, train_step: TrainStep, transport: Transport
     model = train_step.model
 
     def read() -> None:
-        if start.only and train_step.places.is_split:
+        if start.only and train_step.placement.is_split:
             raise ConfigError(
                 "weights_from.only: a model of which each rank has a part (mesh.tp, mesh.pp) "
                 "starts from all weights of another run or from none; leave it out, or set both "
@@ -132,7 +132,7 @@ def start_from(start: WeightsConfig, train_step: TrainStep, transport: Transport
         is_first = transport.rank == 0
         tensors, _ = receive_model(snapshot if is_first else None, train_step, transport, 0)
         transport.agree()
-        load_held(model, train_step.places.own, tensors)
+        load_held(model, train_step.placement.own, tensors)
     train_step.state.mark()
     train_step.watched.mark()
 
@@ -247,7 +247,7 @@ def receive_named(
 
 def _has_other_shards(train_step: TrainStep, transport: Transport) -> bool:
     """Whether ranks that receive something own other shards than the sender."""
-    return train_step.places.is_split and transport is train_step.places.world
+    return train_step.placement.is_split and transport is train_step.placement.world
 
 
 def _receive_optimizer(
@@ -308,7 +308,7 @@ def _broadcast(transport: Transport, tensor: Tensor, root: int) -> None:
 def _load(train_step: TrainStep, tensors: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
     """Copy tensors into the model in place, since its parameters are views of one flat tensor."""
     with train_step.parameters.whole(gathered=False):
-        load_held(train_step.model, train_step.places.own, tensors)
+        load_held(train_step.model, train_step.placement.own, tensors)
     for name, buffer in train_step.state.unsaved.items():
         buffer.copy_(buffers[name])
     train_step.state.mark()

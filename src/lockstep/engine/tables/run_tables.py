@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lockstep.config import TrainConfig
 from lockstep.config.parsing import shown
-from lockstep.engine.placement import Places
+from lockstep.engine.placement import Placement
 from lockstep.engine.runtime import Runtime, everywhere
 from lockstep.engine.step.memory import check_table_memory
 from lockstep.engine.tables.exchange import OwnedParts, redistribute
@@ -134,7 +134,7 @@ class TableStorage:
         self,
         runtime: Runtime,
         config: TrainConfig,
-        places: Places,
+        placement: Placement,
         tables: Mapping[str, SparseEmbedding],
     ) -> None:
         """Distribute them with their initial rows; joining ranks have no rows yet.
@@ -142,17 +142,17 @@ class TableStorage:
         Args:
             runtime: the group of ranks.
             config: config of the run.
-            places: place of each rank on the mesh.
+            placement: where each rank is on the mesh.
             tables: modules by name.
         """
-        self._runtime, self._config, self._places = runtime, config, places
+        self._runtime, self._config, self._placement = runtime, config, placement
         self.each = [DistributedTable(n, t, config.num_microbatches) for n, t in tables.items()]
         for table in self.each:
             table.module.is_distributed = True
             table.module.weight = None
             table.module.fetch(None)
         if not runtime.transport.is_joining:
-            everywhere(places.world, self._check)
+            everywhere(placement.world, self._check)
             self.start()
 
     def _check(self) -> None:
@@ -161,7 +161,7 @@ class TableStorage:
             check_row_optimizer(table.name, table.module)
         sizes = {t.name: 4 * t.module.num_rows * sum(widths(t.module).values()) for t in self.each}
         with_buddy, device = len(self._shifts) > 1, self._runtime.device
-        check_table_memory(sizes, self._places.world.size, with_buddy, device)
+        check_table_memory(sizes, self._placement.world.size, with_buddy, device)
 
     def start(self) -> None:
         """Set the rows of this rank to their initial values."""
@@ -180,7 +180,7 @@ class TableStorage:
         Raises:
             GroupBroken: on all ranks; nothing has changed.
         """
-        world = self._places.world
+        world = self._placement.world
         own = [
             [table.parts[0].layout.size if table.parts else 0, [part.owner for part in table.parts]]
             for table in self.each
@@ -202,7 +202,7 @@ class TableStorage:
 
     def streamed(self) -> StreamedTables:
         """All rows, as files of a checkpoint."""
-        return StreamedTables(self._places.world, self.each)
+        return StreamedTables(self._placement.world, self.each)
 
     def load(self, folder: Path | None) -> None:
         """Load the rows of a checkpoint that fits; a collective.
@@ -219,7 +219,7 @@ class TableStorage:
                 Part.empty(table.module, self._layout(table), owner, self._runtime.device)
                 for owner in self._owners
             ]
-        load_tables(self._places.world, self.each, folder)
+        load_tables(self._placement.world, self.each, folder)
 
     @contextmanager
     def temporary(self, folder: Path | None) -> Iterator[None]:
@@ -245,7 +245,7 @@ class TableStorage:
     def digest(self) -> str:
         """SHA-256 of all rows and their optimizer state; a collective."""
         own = [f"{table.parts[0].digest():x}" for table in self.each]
-        everyone = self._places.world.gather_json(own)
+        everyone = self._placement.world.gather_json(own)
         sha = hashlib.sha256()
         for table, numbers in zip(self.each, zip(*everyone, strict=True), strict=True):
             total = sum(int(number, 16) for number in numbers) % 2**256
@@ -253,15 +253,15 @@ class TableStorage:
         return sha.hexdigest()
 
     def _layout(self, table: DistributedTable) -> RowLayout:
-        return RowLayout(table.module.num_rows, self._places.world.size)
+        return RowLayout(table.module.num_rows, self._placement.world.size)
 
     @property
     def _shifts(self) -> list[int]:
         """For each part of a rank, how many ranks before it the owner is."""
-        can_regroup = self._runtime.transport.can_regroup and self._places.world.size > 1
+        can_regroup = self._runtime.transport.can_regroup and self._placement.world.size > 1
         return [0, 1] if self._config.tables.buddy and can_regroup else [0]
 
     @property
     def _owners(self) -> list[int]:
-        world = self._places.world
+        world = self._placement.world
         return [(world.rank - shift) % world.size for shift in self._shifts]
