@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError
-from lockstep.systems.quantum.circuits.angles import as_integer, kind_of, parameter
+from lockstep.systems.quantum.circuits.angles import as_count, as_integer, kind_of, parameter
 from lockstep.systems.quantum.circuits.circuit import Circuit, Gate, gate
 from lockstep.systems.quantum.simulation.statevector import Simulator
 
@@ -141,8 +141,7 @@ ANSAETZE: Mapping[str, Ansatz] = MappingProxyType(
 
 
 def _checked(num_qubits: int, num_layers: int, gates: Iterator[Gate]) -> Circuit:
-    if as_integer(num_layers, "num_layers") < 1:
-        raise ConfigError(f"num_layers={num_layers}: must be at least 1")
+    as_count(num_layers, "num_layers")
     return Circuit(num_qubits, gates)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep.errors import ConfigError
 from lockstep.systems.quantum.analysis.ansaetze import Ansatz, chunks, random_angles, random_states
-from lockstep.systems.quantum.circuits.angles import as_integer
+from lockstep.systems.quantum.circuits.angles import as_count
 from lockstep.systems.quantum.circuits.circuit import Circuit
 from lockstep.systems.quantum.simulation.measure import PauliSum, qubits_of
 from lockstep.systems.quantum.simulation.statevector import Simulator
@@ -92,8 +92,7 @@ def fidelities(
     Raises:
         ConfigError: an argument is out of range, or a state does not fit into memory.
     """
-    if as_integer(samples, "samples") < 1:
-        raise ConfigError(f"samples={samples}: must be at least 1")
+    as_count(samples, "samples")
     found, rest = [], None
     for states in random_states(circuit, 2 * samples, seed, device):
         both = states if rest is None else torch.cat([rest, states])
@@ -129,8 +128,7 @@ def expressibility(
     Raises:
         ConfigError: an argument is out of range, or a state does not fit into memory.
     """
-    if as_integer(bins, "bins") < 2:
-        raise ConfigError(f"bins={bins}: must be at least 2")
+    as_count(bins, "bins", least=2)
     found = fidelities(circuit, samples, seed, device).cpu()
     return divergence(torch.histc(found, bins, 0, 1) / len(found), circuit.num_qubits)
 
@@ -218,8 +216,7 @@ def gradient_variance(
     Raises:
         ConfigError: as `gradient_samples`.
     """
-    if as_integer(circuits, "circuits") < 1:
-        raise ConfigError(f"circuits={circuits}: must be at least 1")
+    as_count(circuits, "circuits")
     found = []
     for own in range(seed, seed + circuits):
         circuit = ansatz(num_qubits, num_layers, own)
