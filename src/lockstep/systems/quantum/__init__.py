@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.launching.systems import CommandGroup, System
 
 if TYPE_CHECKING:
-    from lockstep.systems.quantum.analysis.expressibility import (
+    from lockstep.systems.quantum.analysis import (
         entangling_capability,
         expressibility,
         fidelities,
@@ -149,7 +149,7 @@ __all__ = [
 
 _NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "analysis.expressibility": (
+        "analysis": (
             "entangling_capability",
             "expressibility",
             "fidelities",
