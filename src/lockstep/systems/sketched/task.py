@@ -149,10 +149,13 @@ class Start(nn.Module):
         self.positions = nn.Parameter(0.02 * torch.randn(num_tokens, config.width))
 
     def forward(self, images: Tensor) -> Tensor:
-        """[N, tokens, width], from the upper left part on."""
-        parts = F.unfold(images, self.patch, stride=self.patch).transpose(1, 2)
-        embedded: Tensor = self.embed(parts) + self.positions
+        """[N, tokens, width]."""
+        embedded: Tensor = self.embed(self.tokens(images)) + self.positions
         return embedded
+
+    def tokens(self, images: Tensor) -> Tensor:
+        """The parts of each image [N, tokens, pixels]: rows or patches, from the upper left one."""
+        return F.unfold(images, self.patch, stride=self.patch).transpose(1, 2)
 
 
 class End(nn.Module):
