@@ -79,7 +79,7 @@ def _killed(rounds: int, source: random.Random) -> Section:
     section.raw["teardown_s"] = asdict(down)
     section.verdicts.append(
         f"- Of this the kernel takes {duration(down)} to take down a killed process that has "
-        "imported torch, measured alone on a free core: nobody can be told before. With more ranks "
+        "imported torch, measured alone on a free core: nobody can know before. With more ranks "
         "than cores, survivors that wait keep the cores busy and hold up the end of the killed one."
     )
     return section
@@ -145,7 +145,7 @@ def _hogged(seconds: float) -> Section:
     section = Section(
         "Busy cores are no hang",
         "2 ranks beside a process for each core that never pauses, `hang_timeout_s=1`.",
-        ("trained for", "longest step", "ranks taken for hung"),
+        ("trained for", "longest step", "ranks wrongly ended"),
     )
     found = section.raw["hogged"] = hogged(seconds)
     section.rows.append(
