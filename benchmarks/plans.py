@@ -37,6 +37,8 @@ ROUNDS = 3
 """Of each plan and each training, in turn; the fastest counts."""
 SHAPES = ("1gbit", "100mbit", "20ms")
 _WORST, _MEDIAN, _MEMORY = 0.13, 0.05, 0.05
+_NOT_SHOWN = 3
+"""Ranks without rows on the page: those of 2 and 4 say as much."""
 _ROWS = 40
 _SECONDS = 3.0
 _NEVER = 1_000_000_000
@@ -143,12 +145,14 @@ def section_of(pairs: Sequence[Pair]) -> Section:
         "reports; memory is the greatest resident set of a rank. `1gbit`, `100mbit`, `20ms`: two "
         "network namespaces with a rank each (`benchmarks/lab`). With two cores, 3 and 4 ranks "
         "take turns. `rounds`: how far trainings of the same program were apart. The file with raw "
-        "numbers has the parts of each prediction.",
+        "numbers has the parts of each prediction, and the rows of 3 ranks.",
         (
             "task", "where", "ranks", "predicted", "measured", "off", "rounds", "memory", "off",
         ),
     )  # fmt: skip
     for pair in pairs:
+        if pair.ranks == _NOT_SHOWN:
+            continue
         step, peak = pair.errors
         section.rows.append(
             (
