@@ -11,18 +11,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from lockstep.launching.slurm.nodelist import expand, first_host
 
 from lockstep.cli.clusters.slurm_batch import job_file
 from lockstep.comm.call_records import read_calls
 from lockstep.comm.calls import CallRing
 from lockstep.config import load, override
-from lockstep.data.images import read_labelled, write_idx
+from lockstep.data.images import read_labelled
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.faults import FAULTS, PlannedFault, injector, to_env
 from lockstep.launching.front import SESSION, Session
 from lockstep.launching.rank.environment import detect
-from lockstep.launching.slurm.nodelist import expand, first_host
 from lockstep.launching.targets import trusted_target
 from lockstep.observe import (
     EventsJsonl,
@@ -36,20 +36,21 @@ from lockstep.observe import (
     read_result,
 )
 from lockstep.observe.reading.diagnosis.facts import calls_of
-from lockstep.observe.reading.diagnosis.verdict import causes, told
+from lockstep.observe.reading.diagnosis.verdict import causes, diagnosis_lines
 from lockstep.observe.reading.differences import cost_of_run, part_of_curves
 from lockstep.observe.reading.follow import read_run
 from lockstep.observe.reading.listing import summarise
 from lockstep.observe.step_costs import peak_memory, step_time
 from lockstep.observe.storing.rows import dumps, row_of
+from lockstep.quantum import from_qasm
 from lockstep.systems.cifar.task import read_cifar
 from lockstep.systems.quantum.commands import training_log
-from lockstep.systems.quantum.interop import from_qasm
 from lockstep.systems.ufs.fields.bands import Selection, keep_bands, read_band
 from lockstep.systems.ufs.fields.bands import load as load_band
 from lockstep.systems.ufs.fields.sources import check_sources, find_sources
 from lockstep.systems.ufs.report.maps import read_curves
 from lockstep.systems.ufs.synthetic import write_synthetic
+from tests.data.idx_files import write_idx
 from tests.distributed.tasks import EverythingConfig
 from tests.fuzz.base import Made
 from tests.observe.sample_events import evaluated, finished, joined, run_started, step_done
@@ -91,7 +92,7 @@ def events(path: Path) -> None:
 
 def shown(path: Path) -> None:
     history, summary = read_run(path.parent), summarise(path.parent)
-    list(told(summary, history, causes(summary, history, calls_of(summary))))
+    list(diagnosis_lines(summary, history, causes(summary, history, calls_of(summary))))
     step_time(cost_of_run(summary, history))
     peak_memory(cost_of_run(summary, history))
     parting, _ = part_of_curves(history, history)

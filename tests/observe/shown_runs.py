@@ -136,6 +136,7 @@ class Shown:
         resumable: bool = True,
         interval_s: float = 2.0,
         per_rank: bool = False,
+        verbose: bool = False,
     ) -> None:
         self.now = 0.0
         self.file = io.StringIO()
@@ -148,6 +149,7 @@ class Shown:
             resumable=resumable,
             interval_s=interval_s,
             per_rank=per_rank,
+            verbose=verbose,
             clock=lambda: self.now,
         )
 

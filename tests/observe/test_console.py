@@ -21,7 +21,15 @@ from sample_events import (
 )
 from shown_runs import HIDE_CURSOR, SHOW_CURSOR, Pty, Shown, ranks
 
-from lockstep.engine.events import Event, ExchangeChosen, Failed, Improved, Resumed, Warned
+from lockstep.engine.events import (
+    Event,
+    ExchangeChosen,
+    Failed,
+    Improved,
+    Rebalanced,
+    Resumed,
+    Warned,
+)
 from lockstep.observe import ConsoleView, Measured, Predicted, QuietView, Sinks, StepCost, text
 from lockstep.observe.showing.terminal import stdout_console
 
@@ -31,6 +39,16 @@ def test_the_banner_sums_up_who_takes_part(start_first: bool) -> None:
     processes = ranks("node1", "node1", "node2", "node2")
     shown = Shown()
     shown(*[run_started(), *processes] if start_first else [*processes, run_started()])
+    assert shown.lines == [
+        "task        digits, 9,345 parameters, 1,437 samples",
+        "ranks       4 ranks on 2 hosts (mpirun, mpi4py), cpu, 1 thread a rank",
+        "plan        500 steps, 25 an epoch; a step: 64 samples in 8 microbatches",
+        "run         /runs/grün (config 0123456789abcdef)",
+    ]
+
+
+def test_a_verbose_banner_says_what_each_rank_computes() -> None:
+    shown = Shown(verbose=True)(run_started(), *ranks("node1", "node1", "node2", "node2"))
     assert shown.lines == [
         "task        digits, 9,345 parameters, 1,437 samples",
         "ranks       4 ranks on 2 hosts (mpirun, mpi4py)",
@@ -46,10 +64,10 @@ def test_the_banner_counts_the_samples_of_each_rank() -> None:
     """100 samples in 8 microbatches of 13 or 12, on ranks with 3, 3 and 2 of them."""
     shares = [(0, 3), (3, 6), (6, 8)]
     processes = [joined(rank, microbatches=share) for rank, share in enumerate(shares)]
-    shown = Shown()(run_started(batch_size=100, world_size=3), *processes)
+    shown = Shown(verbose=True)(run_started(batch_size=100, world_size=3), *processes)
     assert shown.lines[4] == "samples     of a step: rank 0 39; rank 1 37; rank 2 24"
     few = [joined(rank, microbatches=share) for rank, share in enumerate([(0, 1), (1, 1)])]
-    shown = Shown()(run_started(batch_size=5, num_microbatches=1, world_size=2), *few)
+    shown = Shown(verbose=True)(run_started(batch_size=5, num_microbatches=1, world_size=2), *few)
     assert shown.lines[4] == "samples     of a step: rank 0 5; rank 1 0"
 
 
@@ -70,13 +88,16 @@ def test_the_banner_counts_the_samples_of_a_replica_once(
         joined(rank, microbatches=(8, 8) if s is None else (s * size, (s + 1) * size))
         for rank, s in enumerate(shares)
     ]
-    shown = Shown()(run_started(world_size=len(shares)), *processes)
+    shown = Shown(verbose=True)(run_started(world_size=len(shares)), *processes)
     assert shown.lines[4] == f"samples     of a step: {said}"
 
 
 def test_the_banner_does_not_wait_for_ever_for_ranks() -> None:
     shown = Shown()(run_started(step=120), joined(0), Warned(step=120, message="a rank is late"))
-    assert shown.lines[4] == "plan        500 steps, 25 an epoch, going on from step 120"
+    assert shown.lines[2] == (
+        "plan        500 steps, 25 an epoch, going on from step 120; a step: 64 samples in 8 "
+        "microbatches"
+    )
     assert shown.lines[-1] == "step 120: warning: a rank is late"
 
 
@@ -135,20 +156,43 @@ def test_all_other_events_are_shown_at_once_one_line_each() -> None:
         Warned(step=5, message="[bold]markup[/] is text"),
     )
     assert shown.lines[before:] == [
-        "step 5: val: loss 0.25  accuracy 0.9  best  saved",
+        "step 5: val: loss 0.25  accuracy 0.9  best",
         "step 5: resumed from c/5; passed over c/6: checksum of model.safetensors differs",
         "step 5: warning: [bold]markup[/] is text",
     ]
 
 
-def test_a_checkpoint_without_an_evaluation_is_a_line() -> None:
-    shown = Shown()(run_started(world_size=1), joined(0), evaluated(5), step_done(6))
+@pytest.mark.parametrize("verbose", [False, True])
+def test_a_planned_checkpoint_is_a_line_only_on_demand(verbose: bool) -> None:
+    shown = Shown(verbose=verbose)(run_started(world_size=1), joined(0), evaluated(5), step_done(6))
     shown(Warned(step=6, message="mind"), checkpointed(6))
-    assert shown.lines[-3:] == [
-        "step 5: val: loss 0.25  accuracy 0.9",
-        "step 6: warning: mind",
-        "step 6: saved step_00000006 (3.0 MiB, 0.50 s, training waited 0.01 s)",
-    ]
+    saved = "step 6: saved step_00000006 (3.0 MiB, 0.50 s, training waited 0.01 s)"
+    lines = ["step 5: val: loss 0.25  accuracy 0.9", "step 6: warning: mind", *[saved] * verbose]
+    assert shown.lines[-len(lines) :] == lines
+
+
+@pytest.mark.parametrize("slowdown", [1.04, 1.8])
+def test_noise_in_the_speed_of_ranks_is_no_line(slowdown: float) -> None:
+    event = Rebalanced(step=7, microbatches=(5, 3), slowest=1, slowdown=slowdown)
+    shown = Shown()(run_started(world_size=1), joined(0), event)
+    assert shown.count("microbatches of each rank") == (slowdown > 1.5)
+    assert Shown(verbose=True)(event).count("microbatches of each rank") == 1
+
+
+@pytest.mark.parametrize("total", [2000, 0])
+def test_many_evaluations_are_thinned_out_evenly(total: int) -> None:
+    shown = Shown()(run_started(world_size=1, total_steps=total), joined(0))
+    for step in range(10, 2001, 10):
+        shown.now += 1.0
+        shown(evaluated(step))
+        if step == 130:
+            shown(Improved(step=step, metric="loss", value=0.25))
+    shown(finished(2000))
+    steps = re.findall(r"^step ([\d,]+): val", shown.file.getvalue(), re.M)
+    assert 10 <= len(steps) <= 60 if total == 0 else 15 <= len(steps) <= 20
+    assert steps[0] == "10"
+    assert shown.count("best( at 130)?$") == 1
+    assert Shown(verbose=True)(*[evaluated(step) for step in range(200)]).count("val: ") == 199
 
 
 def test_an_evaluation_has_the_training_loss_if_there_is_room() -> None:
@@ -158,14 +202,12 @@ def test_an_evaluation_has_the_training_loss_if_there_is_room() -> None:
         assert f"step 7: {training}val: loss 0.25  accuracy 0.9  best" in shown.lines
 
 
-def test_an_evaluation_does_not_wait_for_a_slow_disk() -> None:
+def test_an_evaluation_does_not_wait_for_a_slow_step() -> None:
     shown = Shown(interval_s=0.01)(run_started(world_size=1), joined(0), evaluated(5))
     deadline = time.monotonic() + 10
     while "step 5: val: loss 0.25  accuracy 0.9" not in shown.lines:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    shown(checkpointed(5))
-    assert shown.lines[-1].startswith("step 5: saved step_00000005 (")
 
 
 @pytest.mark.parametrize("width", [60, 80])
@@ -249,7 +291,8 @@ def test_the_summary_tells_what_a_step_took_beside_what_was_predicted(is_termina
     cost = Measured(step=500, measured=StepCost(0.0059, 1), predicted=predicted, by="a\x1bb.json")
     predicted = Predicted(step=0, by="b.json", cost=predicted)
     shown = Shown(terminal=is_terminal)(predicted, run_started(), joined(0), cost, finished(500))
-    assert shown.count(r"^step        5.9 ms; 6.1 ms predicted by a\\x1bb.json$") == 1
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\s+", " ", shown.file.getvalue())
+    assert plain.count("5.9 ms a step, 6.1 ms predicted by a\\x1bb.json)") == 1
     assert shown.count("predicted") == 1
     nothing = Measured(step=500, measured=None, predicted=None, reason="no report")
     assert not Shown()(run_started(), nothing, finished(500)).count("predict|report")
@@ -260,12 +303,10 @@ def test_the_summary_tells_how_it_ended() -> None:
     before = len(shown.lines)
     shown(finished(500, reason="time limit", status="stopped", checkpoint="c/500"))
     assert shown.lines[before:] == [
-        "status      stopped at step 500: time limit",
+        "status      stopped at step 500: time limit (0:01:05 on 4 ranks)",
         "metrics     accuracy 0.97",
         f"SHA-256     {'ab' * 32}",
-        "time        0:01:05 on 4 ranks",
-        "checkpoint  c/500",
-        "run         /runs/grün",
+        "run         /runs/grün (newest checkpoint: 500)",
         "go on with  lockstep resume '/runs/grün'",
     ]
 

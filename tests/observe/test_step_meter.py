@@ -14,7 +14,7 @@ from sample_events import Recorder, evaluated, finished, joined, run_started, st
 
 from lockstep.engine.events import Event, Failed, RankTimes, Recovered
 from lockstep.observe import EventHub, Measured, Predicted, Sinks, StepCost, StepMeter, text
-from lockstep.observe.step_costs import SampledMedian, peak_memory, step_time
+from lockstep.observe.step_costs import SampledMedian, each_step, peak_memory, step_time
 
 START = [joined(0), joined(1), run_started(world_size=2)]
 PLAN = Predicted(step=0, by="plan.json", cost=StepCost(0.25, 1000))
@@ -222,9 +222,11 @@ def test_in_words() -> None:
         step=1, measured=StepCost(0.0059, 3 << 20), predicted=StepCost(0.0061, 4 << 20), by="p.json"
     )
     assert step_time(both) == "5.9 ms; 6.1 ms predicted by p.json"
+    assert each_step(both) == "5.9 ms a step, 6.1 ms predicted by p.json"
     assert peak_memory(both) == "3.0 MiB; 4.0 MiB predicted by p.json"
     alone = Measured(step=1, measured=StepCost(2.5, 3 << 20), predicted=None, reason="no row")
     assert step_time(alone) == "2.50 s; no prediction: no row"
+    assert each_step(alone) == "2.50 s a step"
     assert peak_memory(alone) == "3.0 MiB"
     nothing = Measured(step=1, measured=None, predicted=StepCost(1.0, 1), by="p.json")
     assert step_time(nothing) == peak_memory(nothing) == step_time(None) == peak_memory(None) == ""

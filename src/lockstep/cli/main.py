@@ -4,26 +4,47 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
+import traceback
 from collections.abc import Callable
 from io import TextIOWrapper
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
-from lockstep.cli.clusters import subcommands as machines
-from lockstep.cli.look import subcommands as seeing
+from lockstep.cli.clusters import subcommands as clusters
+from lockstep.cli.look import subcommands as look
 from lockstep.cli.look.runs import app as runs
 from lockstep.cli.options import contributed, contributed_command, show_help, show_version
-from lockstep.cli.prove import subcommands as proving
-from lockstep.cli.start import subcommands as training
+from lockstep.cli.prove import subcommands as prove
+from lockstep.cli.start import subcommands as start
 from lockstep.errors import LaunchError, LockstepError
 from lockstep.launching.job.preflight import resource_error, working_directory
 from lockstep.launching.rank.early import Interrupted, interrupts
 from lockstep.launching.systems import command_groups
 
+
+class _Ended(BaseException):
+    """Carries an `EOFError` past typer, which takes it for the end of what a prompt reads."""
+
+    def __init__(self, error: EOFError) -> None:
+        super().__init__()
+        self.error = error
+
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except EOFError as error:
+            raise _Ended(error) from None
+
+
 app = typer.Typer(
     name="lockstep",
+    cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
@@ -42,31 +63,57 @@ def lockstep(context: typer.Context, version: Version = False) -> None:
         raise LaunchError(str(obstacle))
 
 
-_COMMANDS: dict[str, Callable[..., None]] = {
-    "recipes": training.recipes, "config": training.config, "init": training.init,
-    "train": training.train, "resume": training.resume, "eval": training.evaluate,
-    "sweep": training.sweep, "export": training.export,
-    "verify": proving.verify, "chaos": proving.chaos,
-    "slurm": machines.slurm, "doctor": machines.doctor,
-    "comm-profile": machines.comm_profile, "plan": machines.plan,
-    "report": seeing.report, "diagnose": seeing.diagnose,
-    "monitor": seeing.monitor,
-}  # fmt: skip
+_READS_BYTECODE = "_compile_bytecode"
+"""The function of importlib that fails at bytecode that is cut off, as on a disk that was full."""
 
-for _name, _command in _COMMANDS.items():
-    app.command(_name)(_command)
-app.add_typer(runs, name="runs", help="List, compare, tag and remove runs.")
+_COMMANDS: dict[str, dict[str, tuple[Callable[..., None], str]]] = {
+    "Start": {
+        "init": (start.init, "Write a task and a config to start from."),
+        "recipes": (start.recipes, "List what can be trained by name."),
+        "config": (start.config, "List the config keys of a recipe or task."),
+        "train": (start.train, "Train a recipe, a task or a script on any number of ranks."),
+        "resume": (start.resume, "Go on with a run that was stopped."),
+        "sweep": (start.sweep, "Train a grid of configs."),
+        "eval": (start.evaluate, "Evaluate a checkpoint on a split."),
+        "export": (start.export, "Write a trained model for other programs."),
+    },
+    "Look": {
+        "monitor": (look.monitor, "Watch runs: terminal, browser, Prometheus, alerts."),
+        "report": (look.report, "Write a page about runs, with pictures."),
+        "diagnose": (look.diagnose, "Say why a run is slow, or why it ended."),
+    },
+    "Prove": {
+        "verify": (prove.verify, "Compare the results of different numbers of ranks."),
+        "chaos": (prove.chaos, "Kill and stop ranks at random, and compare the results."),
+    },
+    "Clusters": {
+        "doctor": (clusters.doctor, "Check whether this machine has all that is needed."),
+        "slurm": (clusters.slurm, "Write a job script for SLURM."),
+        "plan": (clusters.plan, "Predict time and memory on other numbers of ranks."),
+        "comm-profile": (clusters.comm_profile, "Measure what communication costs here."),
+    },
+}
+"""The subcommands by group, each with its line in the list of all of them."""
+
+for _panel, _commands in _COMMANDS.items():
+    for _name, (_command, _line) in _commands.items():
+        app.command(_name, rich_help_panel=_panel, short_help=_line)(_command)
+app.add_typer(runs, name="runs", rich_help_panel="Look", help="List, compare, tag and remove runs.")
 
 for _group in command_groups():
     if _group.is_command:
-        app.command(_group.name, cls=contributed_command(_group), help=_group.summary)(lambda: None)
+        _contributed = contributed_command(_group)
+        app.command(_group.name, cls=_contributed, rich_help_panel="Systems", help=_group.summary)(
+            lambda: None
+        )
     else:
-        app.add_typer(contributed(_group))
+        app.add_typer(contributed(_group), rich_help_panel="Systems")
 
 
 def main() -> NoReturn:
     """Run the command; errors meant for the user are one message and exit code 2."""
     _open_missing_files()
+    _hear_of_children()
     if isinstance(sys.stdout, TextIOWrapper):
         # A sign such as ≥ that the terminal's encoding lacks must not end a command.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -79,6 +126,12 @@ def main() -> NoReturn:
     except LockstepError as error:
         _say(f"error: {error}")
         sys.exit(error.exit_code)
+    except _Ended as ended:
+        message = _cut_off(ended.error)
+        if not message:
+            raise ended.error from None
+        _say(f"error: {message}")
+        sys.exit(LockstepError.exit_code)
     except BrokenPipeError:
         os._exit(141)
     except OSError as error:
@@ -90,6 +143,15 @@ def main() -> NoReturn:
     finally:
         _give_up_output()
     sys.exit(0)
+
+
+def _cut_off(error: EOFError) -> str:
+    """What to say of an import that found bytecode cut off; empty if the error is another one."""
+    *_, (last, _) = traceback.walk_tb(error.__traceback__)
+    if last.f_code.co_name != _READS_BYTECODE:
+        return ""
+    path = last.f_locals.get("bytecode_path")
+    return f"{path}: Python's copy of a module is cut off; delete this file and start again"
 
 
 def _say(message: str) -> None:
@@ -106,6 +168,12 @@ def _give_up_output() -> None:
         except OSError:
             with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), stream.fileno())
+
+
+def _hear_of_children() -> None:
+    """Have the system keep the exit codes of ranks; it does not where SIGCHLD is ignored."""
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _open_missing_files() -> None:

@@ -74,6 +74,7 @@ def open_sinks(
     quiet: bool = False,
     resumable: bool = True,
     per_rank: bool = False,
+    verbose: bool = False,
 ) -> Sinks:
     """All that shows and stores a run; for rank 0, closed at the end of a `with` block.
 
@@ -89,6 +90,7 @@ def open_sinks(
         quiet: whether to show warnings and how the run ended only.
         resumable: whether `lockstep resume` can go on with the run.
         per_rank: whether the console shows with each report what each rank does with its time.
+        verbose: whether the console shows checkpoints, all evaluations and how work is shared.
 
     Raises:
         RunDirectoryError: the directory or a file in it is not writable, or damaged.
@@ -102,22 +104,26 @@ def open_sinks(
             undo.callback(sink.close)
 
         add(Pictures(run_dir))  # first: the row of a picture names its file
+        # Before the events: a launcher takes `Finished` there for the end. If all ranks are killed
+        # between the two files, what it takes for a completed run must have its result.
+        add(ResultJson(run_dir / "result.json"))
         add(EventsJsonl(run_dir / "events.jsonl"))
         add(MetricsCsv(run_dir / "metrics.csv"))
-        add(ResultJson(run_dir / "result.json"))
         if tensorboard:
             add(TensorBoard(run_dir / "tensorboard"))
         for name in trackers:
             add(TrackerSink(name, run_dir, params or {}))
         if console:
-            shown = view(quiet, resumable, per_rank)
+            shown = view(quiet, resumable, per_rank, verbose)
             add(shown)
             shown.wait("preparing the run")
         undo.pop_all()
     return Sinks(sinks)
 
 
-def view(quiet: bool, resumable: bool = True, per_rank: bool = False) -> ConsoleView | NotebookView:
+def view(
+    quiet: bool, resumable: bool = True, per_rank: bool = False, verbose: bool = False
+) -> ConsoleView | NotebookView:
     """What shows a run to whoever has started it: in a notebook's cell, or on standard output.
 
     Args:
@@ -125,9 +131,10 @@ def view(quiet: bool, resumable: bool = True, per_rank: bool = False) -> Console
         resumable: whether `lockstep resume` knows how to go on with the run.
         per_rank: whether to show with each report what each rank does with its time; not in a
             notebook, and not where `quiet` is set.
+        verbose: whether to show checkpoints, all evaluations and how work is shared out, too.
     """
     if quiet:
         return QuietView(resumable=resumable)
     if in_notebook():
         return NotebookView(resumable=resumable)
-    return ConsoleView(resumable=resumable, per_rank=per_rank)
+    return ConsoleView(resumable=resumable, per_rank=per_rank, verbose=verbose)

@@ -122,7 +122,11 @@ Pairs = list[tuple[str, str]]
 
 
 def summary(
-    plan: RunStarted | None, end: Finished, resumable: bool = True, step_time: str = ""
+    plan: RunStarted | None,
+    end: Finished,
+    resumable: bool = True,
+    step_time: str = "",
+    verbose: bool = False,
 ) -> Pairs:
     """How a run ended.
 
@@ -131,21 +135,27 @@ def summary(
         end: the end of the run.
         resumable: whether `lockstep resume` can go on with the run.
         step_time: what a step has taken.
+        verbose: whether what a step took and the newest checkpoint have rows of their own.
     """
     run_dir = plan.run_dir if plan else ""
+    status = f"{end.status} at step {end.step:,}" + (f": {end.reason}" if end.reason else "")
+    took = f"{duration(end.wall_s)} on {count(end.world_size, 'rank')}"
+    checkpoint = end.checkpoint.rpartition("/")[2]
+    if verbose:
+        ending = [("status", status), ("time", took), ("step", step_time)]
+        places = [("checkpoint", end.checkpoint), ("run", run_dir)]
+    else:
+        times = ", ".join(filter(None, (took, step_time)))
+        ending = [("status", f"{status} ({times})")]
+        newest = f" (newest checkpoint: {checkpoint})" if checkpoint else ""
+        places = [("run", run_dir and run_dir + newest)]
     pairs = [
-        (
-            "status",
-            f"{end.status} at step {end.step:,}" + (f": {end.reason}" if end.reason else ""),
-        ),
+        *ending,
         *_by_split(end.metrics, {"test": end.test_step}, end.step),
         ("SHA-256", end.params_sha256),
         ("of the carry", end.carry_sha256),
         ("of tables", end.tables_sha256),
-        ("time", f"{duration(end.wall_s)} on {count(end.world_size, 'rank')}"),
-        ("step", step_time),
-        ("checkpoint", end.checkpoint),
-        ("run", run_dir),
+        *places,
         ("go on with", resume_command(run_dir) if resumable and end.status == "stopped" else ""),
     ]
     return [(name, text) for name, text in pairs if text]
@@ -282,7 +292,7 @@ def line(event: Event) -> str:
         why = event.reason.partition(";")[0]
         return f"{at}: rank {event.rank} (slot {event.slot}) is lost{why and f': it {why}'}"
     if isinstance(event, Recovered):
-        dealt = _scattered(event.microbatches)
+        dealt = _assigned(event.microbatches)
         return (
             f"{at}: going on with {count(event.world_size, 'rank')}, "
             f"{1000 * event.seconds:.1f} ms after the loss was noticed"
@@ -296,7 +306,7 @@ def line(event: Event) -> str:
     if isinstance(event, Rebalanced):
         return (
             f"{at}: rank {event.slowest} takes {event.slowdown:.1f} times as long as the fastest; "
-            f"microbatches of each rank from now on: {_scattered(event.microbatches)}"
+            f"microbatches of each rank from now on: {_assigned(event.microbatches)}"
         )
     # Kinds of event this module does not know are shown, not swallowed: RankGone -> "rank gone".
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(event).__name__).lower()
@@ -353,7 +363,7 @@ _MOST_RANKS = 16
 """Ranks that are listed one by one."""
 
 
-def _scattered(microbatches: Sequence[int]) -> str:
+def _assigned(microbatches: Sequence[int]) -> str:
     """How many microbatches each rank computes; of many ranks, from how few to how many."""
     if len(microbatches) > _MOST_RANKS:
         return f"{min(microbatches)} to {max(microbatches)}"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.launching.rank.early import is_rank
-from lockstep.observe.monitor.alerts.alarms import Actions, as_variables
+from lockstep.observe.monitor.alerts.manager import Actions, as_variables
 from lockstep.observe.monitor.alerts.rules import Action, Condition, Rule
 from lockstep.observe.monitor.watch import Alert
 
@@ -171,7 +171,7 @@ def test_a_line_is_printed_without_signs_that_change_a_terminal():
 
 
 def test_what_a_slow_address_leaves_waiting_is_bounded(server, monkeypatch):
-    monkeypatch.setattr("lockstep.observe.monitor.alerts.alarms._MOST_WAITING", 2)
+    monkeypatch.setattr("lockstep.observe.monitor.alerts.manager._MAX_WAITING", 2)
     server.delay_s = 0.2
     lines = acted({"webhook": address(server)}, alerts=[ALERT] * 9)
     assert lines == ["alerts: 2 wait for an action; others are left out"]

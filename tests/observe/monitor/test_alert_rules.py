@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.observe.monitor.alerts.rules import KINDS, Condition, read_rules, told_rules
+from lockstep.observe.monitor.alerts.rules import KINDS, Condition, read_rules, rule_lines
 
 GOOD = """
 rules:
@@ -37,7 +37,7 @@ def written(tmp_path, text):
 def test_a_file_with_every_kind_of_rule_is_read_and_told(tmp_path):
     rules = read_rules(written(tmp_path, GOOD))
     assert sorted(rule.when.kind for rule in rules.rules) == sorted(KINDS)
-    lines = list(told_rules(rules))
+    lines = list(rule_lines(rules))
     assert len(lines) == len(KINDS)
     assert lines[0] == (
         "loss high: when metric val/loss above 2 for 60 s; in runs sweep*; then print, "

@@ -19,7 +19,7 @@ from tests.observe.reading.test_histories import PLAN, done
 from tests.observe.reading.test_runs import run_in
 
 from lockstep.errors import DataError
-from lockstep.observe.monitor.watch import Session
+from lockstep.observe.monitor.watch import Monitor
 
 RULES = "rules: [{name: high, when: {metric: train/loss, above: 1.0}}]"
 
@@ -180,13 +180,13 @@ def test_what_ends_the_exporter_beside_the_page_is_the_error_of_the_command(
         finally:
             signal.signal(signal.SIGTERM, before)
 
-    def look(session):
+    def look(monitor):
         assert serving.wait(20)
         raise DataError("a disk is gone")
 
     (tmp_path / "runs").mkdir()
     page_is(monkeypatch, serve)
-    monkeypatch.setattr(Session, "look", look)
+    monkeypatch.setattr(Monitor, "look", look)
     command = here("monitor", "--web", "--prometheus", "0")
     assert command.returncode == 2
     assert command.stderr == "error: a disk is gone\n"

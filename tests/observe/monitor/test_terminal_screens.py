@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from collections import deque
 
 import pytest
 from tests.observe.monitor.watched_runs import (
@@ -23,7 +24,7 @@ from tests.observe.monitor.watched_runs import (
 from tests.observe.reading.test_histories import PLAN, done, joined
 from tests.observe.reading.test_runs import run_in
 
-from lockstep.observe.monitor.watch import Alert, Notes, Session, Watch
+from lockstep.observe.monitor.watch import Alert, Monitor, Watch
 from lockstep.observe.reading.follow import EVENTS
 
 
@@ -172,9 +173,9 @@ def test_a_hundred_runs_are_listed_and_opened(tmp_path):
         assert "100 runs, 0 running" in shown(app)
         await pilot.press("s", "s", "o")
         await until(app, pilot, lambda: "newest 0" in shown(app))
-        assert sum(run.is_open for run in app.session.watch.runs.values()) == 1
+        assert sum(run.is_open for run in app.monitor.watch.runs.values()) == 1
         await pilot.press("escape")
-        await until(app, pilot, lambda: not any(r.is_open for r in app.session.watch.runs.values()))
+        await until(app, pilot, lambda: not any(r.is_open for r in app.monitor.watch.runs.values()))
         await pilot.press("o")
         await until(app, pilot, lambda: "newest 0" in shown(app))
 
@@ -185,15 +186,15 @@ def test_a_hundred_runs_are_listed_and_opened(tmp_path):
 def test_events_are_forgotten_once_nobody_reads_them(tmp_path, listeners):
     """A listener, such as the exporter, may count on what it has read of a run."""
     folder = run_in(tmp_path / "run", *START, done(3, 2.0))
-    session = Session(Watch([tmp_path]), listeners)
-    run = session.watch.runs[folder]
-    session.want(folder)
-    session.want(folder)
-    session.leave(folder)
-    session.look()
+    monitor = Monitor(Watch([tmp_path]), listeners)
+    run = monitor.watch.runs[folder]
+    monitor.want(folder)
+    monitor.want(folder)
+    monitor.leave(folder)
+    monitor.look()
     assert run.is_open, "another screen of it is there still"
-    session.leave(folder)
-    session.look()
+    monitor.leave(folder)
+    monitor.look()
     assert run.is_open == bool(listeners)
     assert list(run.history.curves["train/loss"].values) == [2.0]
 
@@ -263,8 +264,7 @@ def test_a_run_that_vanishes_and_comes_back_and_a_replaced_file_are_survived(tmp
 def test_the_diagnosis_and_the_alerts_of_a_run_are_shown(tmp_path):
     folder = run_in(tmp_path / "run", *START, done(3, 2.0))
     alert = Alert("slow\x1b", "on", str(folder), "t", 3, "it is slow", 1.0, 2.0)
-    notes = Notes()
-    notes("prometheus http://127.0.0.1:1/metrics")
+    notes = deque(["prometheus http://127.0.0.1:1/metrics"])
 
     async def drive(app, pilot):
         assert "killed" in shown(app).lower()

@@ -10,7 +10,7 @@ from tests.observe.reading.test_runs import run_in
 from textual.widgets import DataTable, Static
 
 from lockstep.observe.monitor.terminal.app import MonitorApp
-from lockstep.observe.monitor.watch import Session, Watch
+from lockstep.observe.monitor.watch import Monitor, Watch
 from lockstep.observe.reading.follow import EVENTS
 
 START = [*map(joined, range(3)), PLAN]
@@ -43,10 +43,10 @@ def ended(folder, **fields):
 
 def on_screen(folders, drive, size=(100, 40), **options):
     """Drive a screen by an async function of the app and its pilot."""
-    session = Session(Watch(folders, may_come=True), interval_s=60.0, **options)
+    monitor = Monitor(Watch(folders, may_come=True), interval_s=60.0, **options)
 
     async def body():
-        app = MonitorApp(session)
+        app = MonitorApp(monitor)
         async with app.run_test(size=size) as pilot:
             await looked(app, pilot)
             await drive(app, pilot)
@@ -59,7 +59,7 @@ async def looked(app, pilot):
     """Have it look, and wait until the screen has been brought up to date."""
     before = app.num_looks
     if before:
-        app.session.due.set()
+        app.monitor.due.set()
     while app.num_looks == before and app.problem is None:
         await asyncio.sleep(0.005)
     await settled(pilot)

@@ -10,7 +10,7 @@ from lockstep import errors
 from lockstep.comm.calls import KINDS, CallRing
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.observe.reading.diagnosis.facts import calls_of
-from lockstep.observe.reading.diagnosis.verdict import causes, told
+from lockstep.observe.reading.diagnosis.verdict import causes, diagnosis_lines
 from lockstep.observe.reading.follow import EVENTS, read_run
 from lockstep.observe.reading.listing import summarise
 
@@ -128,7 +128,7 @@ def test_the_first_cause(tmp_path, cause, rows, options, said):
     causes_found, run_dir = found(tmp_path, *rows, **options)
     names = [one.name for one in causes_found]
     assert names[:1] == ([cause] if cause else []), names
-    text = "\n".join(told(summarise(run_dir), read_run(run_dir), causes_found))
+    text = "\n".join(diagnosis_lines(summarise(run_dir), read_run(run_dir), causes_found))
     assert said in text
 
 
@@ -241,9 +241,9 @@ def test_a_hang_that_nobody_could_report_is_told_from_the_files(tmp_path):
         ("did nothing for 4.0 s; its Python stack:\nThread 0x2 (most recent call first):\n"
          '  File "/x/lockstep/comm/listen.py", line 1 in listen\n\n'
          "Current thread 0x1 (most recent call first):\n"
-         '  File "/x/lockstep/comm/shared_memory.py", line 7 in wait\n'
+         '  File "/x/lockstep/comm/mailbox.py", line 7 in wait\n'
          '  File "/x/.venv/bin/lockstep", line 8 in <module>\n',
-         "rank 1 (slot 1) hung in step 6, at mailbox.py:7 in wait", "look at that line"),
+         "rank 1 (slot 1) hung in step 6, at shared_memory.py:7 in wait", "look at that line"),
     ],
 )  # fmt: skip
 def test_a_rank_that_stands_still_is_named_with_its_step_and_cause(

@@ -6,7 +6,7 @@ import sys
 sys.path.remove(os.path.dirname(__file__))
 if os.environ.get("LOCKSTEP_TEST_WARM"):
     _tests = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-    _folder = os.path.join(os.path.dirname(_tests), "src", "lockstep", "launchers", "warm")
+    _folder = os.path.join(os.path.dirname(_tests), "src", "lockstep", "launching", "warm")
     sys.path.insert(0, _folder)
     import proxy
 

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,9 +21,9 @@ from typing import TYPE_CHECKING, NoReturn
 from lockstep.config.parsing import shown
 from lockstep.errors import ConfigError
 from lockstep.launching.rank.early import Interrupted, ending_at_interrupt
-from lockstep.observe.monitor import describe as telling
-from lockstep.observe.monitor.describe import Log, picture
-from lockstep.observe.monitor.watch import Listener, Looker, Notes, Session, Watch, no_alerts
+from lockstep.observe.monitor import describe
+from lockstep.observe.monitor.describe import Log, overview
+from lockstep.observe.monitor.watch import Listener, Monitor, MonitorThread, Watch
 
 if TYPE_CHECKING:
     from lockstep.observe.monitor.alerts.rules import Rules
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _FOLDER = Path("runs")
 _LOOPBACK = "127.0.0.1"
 _WEB_PORT = 8270
+_MAX_NOTES = 50
 
 
 @dataclass(frozen=True)
@@ -78,19 +80,19 @@ def monitor(options: Options) -> int:
     _check(options)
     rules = _rules(options)
     if options.grafana is not None:
-        from lockstep.observe.monitor.grafana import write_dashboard
+        from lockstep.observe.monitor.exporter import write_dashboard
 
         write_dashboard(options.grafana)
         print(f"dashboard  {options.grafana}")
         return 0
     if options.check and rules is not None:
-        from lockstep.observe.monitor.alerts.rules import told_rules
+        from lockstep.observe.monitor.alerts.rules import rule_lines
 
-        print("\n".join(map(telling.shown, told_rules(rules))))
+        print("\n".join(map(describe.shown, rule_lines(rules))))
         return 0
     watch = _watch(options)
     if options.once:
-        print("\n".join(picture(watch, time.time())))
+        print("\n".join(overview(watch, time.time())))
         return 0 if rules is None else _look_once(rules, watch)
     with _ending(), ExitStack() as opened:
         _run(options, rules, watch, opened)
@@ -100,8 +102,8 @@ def monitor(options: Options) -> int:
 def _look_once(rules: Rules, watch: Watch) -> int:
     """Try rules once, do what they ask for, and say whether an alert is on by the exit code."""
     with _ending(), ExitStack() as opened:
-        alarms, alerts = _alarms(rules, _print, opened, looks_once=True)
-        alarms(watch, list(watch.runs.values()))
+        manager, alerts = _alerts(rules, _print, opened, looks_once=True)
+        manager(watch, list(watch.runs.values()))
         return 1 if alerts() else 0
     return 130
 
@@ -143,27 +145,27 @@ def _run(options: Options, rules: Rules | None, watch: Watch, opened: ExitStack)
     if has_screen:
         with ending_at_interrupt():
             _need_textual()
-    notes = Notes() if has_screen else None
-    tell = notes if notes is not None else _print
+    notes: deque[str] | None = deque(maxlen=_MAX_NOTES) if has_screen else None
+    tell = notes.append if notes is not None else _print
     listeners: list[Listener] = []
     if options.prometheus is not None:
         listeners.append(_exporter(options, options.prometheus, tell, opened))
-    alerts: Callable[[], Sequence[Alert]] = no_alerts
+    alerts: Callable[[], Sequence[Alert]] = tuple
     if rules is not None:
-        listener, alerts = _alarms(rules, tell, opened)
+        listener, alerts = _alerts(rules, tell, opened)
         listeners.append(listener)
     if not has_screen and not options.web:
         listeners.append(Log(_print))
-    session = Session(watch, listeners, options.interval_s, alerts, notes)
+    runs = Monitor(watch, listeners, options.interval_s, alerts, notes)
     if options.web:
-        _serve(options, watch, session if listeners else None)
+        _serve(options, watch, runs if listeners else None)
     elif notes is not None:
         with ending_at_interrupt():
             from lockstep.observe.monitor.terminal.app import show
-        show(session)
+        show(runs)
     else:
         while True:
-            session.look()
+            runs.look()
             time.sleep(options.interval_s)
 
 
@@ -180,18 +182,18 @@ def _exporter(
     return exporter
 
 
-def _alarms(
+def _alerts(
     rules: Rules, tell: Callable[[str], None], opened: ExitStack, looks_once: bool = False
 ) -> tuple[Listener, Callable[[], Sequence[Alert]]]:
-    from lockstep.observe.monitor.alerts.alarms import Actions, Alarms
+    from lockstep.observe.monitor.alerts.manager import Actions, AlertManager
 
     actions = Actions(tell)
     opened.callback(actions.close)
-    alarms = Alarms(rules, actions, looks_once=looks_once)
-    return alarms, lambda: alarms.on
+    manager = AlertManager(rules, actions, looks_once=looks_once)
+    return manager, lambda: manager.on
 
 
-def _serve(options: Options, watch: Watch, session: Session | None) -> None:
+def _serve(options: Options, watch: Watch, runs: Monitor | None) -> None:
     """Serve the page; where exporter or alerts go along, each has a reader of its own.
 
     Raises:
@@ -201,17 +203,17 @@ def _serve(options: Options, watch: Watch, session: Session | None) -> None:
         from lockstep.observe.monitor.web.server import serve
     failed: list[BaseException] = []
     end_page = partial(_end_page, failed)
-    looker = Looker(session, failed=end_page) if session is not None else None
+    thread = MonitorThread(runs, failed=end_page) if runs is not None else None
     try:
-        if looker is not None:
-            looker.start()
+        if thread is not None:
+            thread.start()
             watch = _watch(options)
         port = _WEB_PORT if options.port is None else options.port
         host = options.host or _LOOPBACK
         serve(watch, host, port, options.token, _print, options.interval_s, end_page)
     finally:
-        if looker is not None:
-            looker.end()
+        if thread is not None:
+            thread.end()
         # Whether the page or this command itself has taken the signal.
         if failed:
             raise failed[0]

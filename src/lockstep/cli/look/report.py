@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.flight import listed
 from lockstep.observe.reading.diagnosis.facts import calls_of
-from lockstep.observe.reading.diagnosis.verdict import causes, told
+from lockstep.observe.reading.diagnosis.verdict import causes, diagnosis_lines
 from lockstep.observe.reading.flight_recorder import missing, write_flight
 from lockstep.observe.reading.follow import read_run
 from lockstep.observe.reading.listing import summarise
@@ -78,7 +78,7 @@ def diagnose(run_dir: Path, as_json: bool, flight: Path | None = None) -> list[s
     if as_json:
         return [dumps(one) for one in (*map(vars, found), *written)]
     said = [line for one in written for line in _told(one)]
-    return [printable(line) for line in (*told(summary, history, found), *said)]
+    return [printable(line) for line in (*diagnosis_lines(summary, history, found), *said)]
 
 
 def _write(run_dir: Path, folder: Path) -> dict[str, Any]:

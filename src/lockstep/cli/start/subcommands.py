@@ -19,12 +19,13 @@ from lockstep.cli.options import (
     Replace,
     RunDir,
     Target,
+    Verbose,
     importing,
     leave,
 )
 from lockstep.launching.rank.early import ending_at_interrupt
 from lockstep.launching.systems import recipe_names, summary
-from lockstep.launching.warm.forked import foresee_ranks
+from lockstep.launching.warm import foresee_ranks
 
 
 def recipes() -> None:
@@ -75,6 +76,7 @@ def train(
     replace: Replace = 0,
     quiet: Quiet = False,
     per_rank: PerRank = False,
+    verbose: Verbose = False,
     profile: Profile = False,
     profile_steps: ProfileSteps = None,
 ) -> None:
@@ -98,6 +100,7 @@ def train(
             quiet,
             steps,
             per_rank,
+            verbose,
         )
     )
 
@@ -110,6 +113,7 @@ def resume(
     replace: Replace = 0,
     quiet: Quiet = False,
     per_rank: PerRank = False,
+    verbose: Verbose = False,
     profile: Profile = False,
     profile_steps: ProfileSteps = None,
 ) -> None:
@@ -123,7 +127,9 @@ def resume(
         from lockstep.cli.start import train as command
     steps = command.steps_to_profile(profile, profile_steps)
     leave(
-        command.resume(run_dir, overrides or [], ranks, launcher, replace, quiet, steps, per_rank)
+        command.resume(
+            run_dir, overrides or [], ranks, launcher, replace, quiet, steps, per_rank, verbose
+        )
     )
 
 

@@ -39,6 +39,7 @@ def train(
     quiet: bool = False,
     profile: tuple[int, int] | None = None,
     per_rank: bool = False,
+    verbose: bool = False,
 ) -> int:
     """Train a target here, if this process is a rank or is to be the only one, else start ranks.
 
@@ -54,6 +55,7 @@ def train(
         quiet: whether to show warnings, errors and the last line only.
         profile: first and last step to record, counted from the start of this session from 1.
         per_rank: whether to show with each report what each rank does with its time.
+        verbose: whether to show checkpoints, all evaluations and how work is shared out, too.
 
     Returns:
         The exit code.
@@ -72,7 +74,9 @@ def train(
                 f"{environment.launcher}"
             )
         own = str(run_dir) if run_dir else None
-        session = given or Session(own, resume, quiet=quiet, profile=profile, per_rank=per_rank)
+        session = given or Session(
+            own, resume, quiet=quiet, profile=profile, per_rank=per_rank, verbose=verbose
+        )
         session.extend_search_path()
         return _train_here(
             target, overrides, replace(session, target=absolute(target)), config_file
@@ -89,6 +93,7 @@ def train(
         quiet=quiet,
         profile=profile,
         per_rank=per_rank,
+        verbose=verbose,
     )
     if is_script(target) and config_file is not None:
         raise ConfigError(
@@ -129,6 +134,7 @@ def resume(
     quiet: bool = False,
     profile: tuple[int, int] | None = None,
     per_rank: bool = False,
+    verbose: bool = False,
 ) -> int:
     """Go on with the run in a directory; overrides may change what does not change the result.
 
@@ -141,6 +147,7 @@ def resume(
         quiet: whether to show warnings, errors and the last line only.
         profile: first and last step to record, counted from the start of this session from 1.
         per_rank: whether to show with each report what each rank does with its time.
+        verbose: whether to show checkpoints, all evaluations and how work is shared out, too.
 
     Returns:
         The exit code.
@@ -156,7 +163,7 @@ def resume(
         file = run_dir / "config.yaml"
     return train(
         target, overrides, ranks, launcher, run_dir, True, file, replacements, quiet, profile,
-        per_rank,
+        per_rank, verbose,
     )  # fmt: skip
 
 

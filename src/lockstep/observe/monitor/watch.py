@@ -1,4 +1,4 @@
-"""The runs that are watched, one look after another, and what each look finds."""
+"""The runs that a monitor watches: found in folders, and read again and again."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lockstep.observe.reading.listing import SOURCES, find_runs, summarise
 
 
 class Watched:
-    """A run that is watched; its events are read once somebody asks for its history.
+    """A run that is watched; its events are read once its history is requested.
 
     Attributes:
         path: run directory.
-        summary: what a list shows of it.
+        summary: summary of the run, as of the last `poll`.
         problem: why its events cannot be read; empty if they can.
     """
 
@@ -36,7 +36,7 @@ class Watched:
 
     @property
     def history(self) -> History:
-        """What its events tell, as of the last `poll`."""
+        """Its events, as of the last `poll`."""
         if self._reader is None:
             self._reader = RunReader(self.path)
             self._read(self._reader)
@@ -44,11 +44,11 @@ class Watched:
 
     @property
     def is_open(self) -> bool:
-        """Whether its history has been asked for, which is kept up to date until `close`."""
+        """Whether its history was requested, which is kept up to date until `close`."""
         return self._reader is not None
 
     def close(self) -> None:
-        """Forget its history; it is read anew if somebody asks for it again."""
+        """Forget its history; the next request reads it again."""
         self._reader = None
         self._calls = (), Calls()
         self.problem = ""
@@ -67,18 +67,18 @@ class Watched:
         return causes(self.summary, self.history, self._calls[1])
 
     def newest_calls(self) -> Calls:
-        """The calls of its ranks; they are read, which may take seconds, if files have changed."""
+        """The newest calls of its ranks; reading them, if files have changed, may take seconds."""
         self._read_calls()
         return self._calls[1]
 
     def _read(self, reader: RunReader) -> bool:
-        is_other = self._read_calls()
+        has_changed = self._read_calls()
         try:
             self.problem = ""
-            return reader.poll() or is_other
+            return reader.poll() or has_changed
         except RunDirectoryError as error:
             self.problem = str(error)
-            return is_other
+            return has_changed
 
     def _read_calls(self) -> bool:
         seen = signature_of(self.summary)
@@ -88,30 +88,43 @@ class Watched:
         return True
 
 
+def _signature(path: Path) -> tuple[tuple[int, int, int], ...]:
+    """Differs from before once a file that a summary is made of has been written."""
+    signature = []
+    for name in SOURCES:
+        try:
+            status = (path / name).stat()
+        except OSError:
+            signature.append((0, 0, 0))
+        else:
+            signature.append((status.st_ino, status.st_size, status.st_mtime_ns))
+    return tuple(signature)
+
+
 class Watch:
-    """Runs in folders, found again at each look: one may come, and one may go.
+    """The runs in some folders, searched again at each `poll`: runs may appear and disappear.
 
     Attributes:
-        folders: run directories, or folders with such.
-        runs: by their folders.
+        folders: run directories, or folders that contain some.
+        runs: the runs by their run directories.
     """
 
     def __init__(self, folders: Sequence[Path], may_come: bool = False) -> None:
         """Look for the first time.
 
         Args:
-            folders: run directories, or folders with such.
-            may_come: whether a folder need not be there yet.
+            folders: run directories, or folders that contain some.
+            may_come: whether a folder may be missing at first.
 
         Raises:
-            RunDirectoryError: a folder is not there.
+            RunDirectoryError: a folder does not exist.
         """
         self.folders = folders
         there = self._there() if may_come else folders
         self.runs: dict[Path, Watched] = {path: Watched(path) for path in find_runs(there)}
 
     def poll(self) -> list[Watched]:
-        """Look again; returns those that are new or may have changed."""
+        """Look again; returns the runs that are new or may have changed."""
         found = dict.fromkeys(find_runs(self._there()))
         self.runs = {path: run for path, run in self.runs.items() if path in found}
         changed = [run for run in self.runs.values() if run.poll()]
@@ -124,32 +137,19 @@ class Watch:
         return [folder for folder in self.folders if folder.is_dir()]
 
 
-def _signature(path: Path) -> tuple[tuple[int, int, int], ...]:
-    """What is another one once a file that a summary is made of has been written."""
-    return tuple(_stat(path / name) for name in SOURCES)
-
-
-def _stat(path: Path) -> tuple[int, int, int]:
-    try:
-        status = path.stat()
-    except OSError:
-        return (0, 0, 0)
-    return status.st_ino, status.st_size, status.st_mtime_ns
-
-
 @dataclass(frozen=True)
 class Alert:
-    """Something that a rule looks for has come, or has gone.
+    """An alert that has begun or ended.
 
     Attributes:
-        rule: name of the rule.
+        rule: name of its rule.
         state: `on` or `over`.
-        run: the run's folder; for a disk a folder on it.
+        run: run directory; for a disk the directory of a run on it.
         task: name of the run's task; empty if it is not known.
-        step: that the run was at; 0 for a disk.
-        message: what it is, in one line.
-        since: Unix time at which it came.
-        time: Unix time of this telling.
+        step: step of the run; 0 for a disk.
+        message: what was found, in one line.
+        since: Unix time at which it was first found.
+        time: Unix time at which it began or ended.
     """
 
     rule: str
@@ -161,54 +161,33 @@ class Alert:
     since: float
     time: float
 
-    def told(self) -> str:
+    @property
+    def line(self) -> str:
         """One line for people."""
         lasted = f" after {self.time - self.since:.0f} s" if self.state == "over" else ""
         return f"alert {self.rule} {self.state}{lasted}: {self.run}: {self.message}"
 
 
-_MOST_NOTES = 50
-
 Listener = Callable[[Watch, Sequence[Watched]], None]
-"""Takes the runs, and those of them that are new or may have changed."""
+"""Takes all runs, and those of them that are new or may have changed."""
 
 
-def no_alerts() -> Sequence[Alert]:
-    """What is on where there are no rules."""
-    return ()
-
-
-class Notes:
-    """Lines for people that come while a screen is there, which shows them.
+class Monitor:
+    """Runs that one thread reads and another one shows.
 
     Attributes:
-        lines: the newest ones.
-    """
-
-    def __init__(self) -> None:
-        self.lines: deque[str] = deque(maxlen=_MOST_NOTES)
-
-    def __call__(self, line: str) -> None:
-        """Take a line; from any thread."""
-        self.lines.append(line)
-
-
-class Session:
-    """The runs that are watched, read by one thread and shown by another.
-
-    Attributes:
-        watch: the runs; to be read inside `free` or `look` only.
+        watch: the runs; only to be read inside `free` or `look`.
         interval_s: seconds between two looks.
         alerts: function that returns the alerts that are on.
-        notes: lines for people that have come meanwhile.
-        due: set when somebody does not want to wait for the next look.
+        notes: the newest lines for people, where a screen is to show them.
+        due: set when the next look should not wait for its time.
 
     Args:
         watch: the runs.
-        listeners: called at each look.
+        listeners: functions that are called at each look.
         interval_s: seconds between two looks.
         alerts: function that returns the alerts that are on.
-        notes: lines for people, where a screen shows them.
+        notes: the newest lines for people.
     """
 
     def __init__(
@@ -216,27 +195,30 @@ class Session:
         watch: Watch,
         listeners: Sequence[Listener] = (),
         interval_s: float = 1.0,
-        alerts: Callable[[], Sequence[Alert]] = no_alerts,
-        notes: Notes | None = None,
+        alerts: Callable[[], Sequence[Alert]] = lambda: (),
+        notes: deque[str] | None = None,
     ) -> None:
         self.watch = watch
         self.interval_s = interval_s
         self.due = threading.Event()
         self._wanted: dict[Path, int] = {}
-        """How often each is wanted: a screen may open before an older one of its run is gone."""
+        """How often each is wanted: a screen may open before an older one of its run is closed."""
         self.alerts = alerts
-        self.notes = notes or Notes()
+        self.notes: deque[str] = deque() if notes is None else notes
         self._listeners = listeners
         self._lock = threading.Lock()
         self._is_first = True
 
     def look(self) -> Sequence[Watched]:
-        """Look again, and tell the listeners; returns the runs that may have changed.
+        """Look again, and call the listeners; returns the runs that may have changed.
 
-        The first look tells of all of them.
+        At the first look these are all of them.
         """
         with self._lock:
-            self._close_unwanted()
+            if not self._listeners:  # they may read a run that nobody else wants
+                for path, run in self.watch.runs.items():
+                    if run.is_open and path not in self._wanted:
+                        run.close()
             changed = self.watch.poll()
             if self._is_first:
                 changed, self._is_first = list(self.watch.runs.values()), False
@@ -248,28 +230,18 @@ class Session:
 
     def want(self, path: Path) -> None:
         """Have a run's events read, at once and at each look."""
-        # Another thread may go through the old one.
+        # A new dict, since another thread may iterate over the old one.
         self._wanted = {**self._wanted, path: self._wanted.get(path, 0) + 1}
         self.due.set()
 
     def leave(self, path: Path) -> None:
-        """Take back one `want`; after the last one the next look forgets the run's events.
-
-        With listeners the run stays open, for they may read it too.
-        """
+        """Take back one `want`; after the last one the next look forgets the run's events."""
         counts = {**self._wanted, path: self._wanted.get(path, 0) - 1}
         self._wanted = {wanted: count for wanted, count in counts.items() if count > 0}
 
-    def _close_unwanted(self) -> None:
-        if self._listeners:
-            return
-        for path, run in self.watch.runs.items():
-            if run.is_open and path not in self._wanted:
-                run.close()
-
     @contextmanager
     def free(self) -> Iterator[bool]:
-        """Whether nobody reads at the moment; nobody begins to while in here, if it is so."""
+        """Whether no look is going on; if so, none begins inside the `with` block."""
         is_free = self._lock.acquire(blocking=False)
         try:
             yield is_free
@@ -278,23 +250,23 @@ class Session:
                 self._lock.release()
 
 
-class Looker(threading.Thread):
+class MonitorThread(threading.Thread):
     """A thread that looks again and again, so that what shows the runs never waits for a disk.
 
     Args:
-        session: the runs.
+        monitor: the runs.
         looked: called after each look.
-        failed: called with what has ended the thread before `end`.
+        failed: called with the exception that has ended the thread before `end`.
     """
 
     def __init__(
         self,
-        session: Session,
-        looked: Callable[[], None] = lambda: None,
+        monitor: Monitor,
+        looked: Callable[[], object] = lambda: None,
         failed: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         super().__init__(name="lockstep-monitor", daemon=True)
-        self._session = session
+        self._monitor = monitor
         self._looked, self._failed = looked, failed
         self._is_ended = False
 
@@ -302,10 +274,10 @@ class Looker(threading.Thread):
         """Look until `end`."""
         try:
             while not self._is_ended:
-                self._session.due.clear()
-                self._session.look()
+                self._monitor.due.clear()
+                self._monitor.look()
                 self._looked()
-                self._session.due.wait(self._session.interval_s)
+                self._monitor.due.wait(self._monitor.interval_s)
         except Exception as error:
             if not self._is_ended:  # else what listeners need may be closed by now
                 self._failed(error)
@@ -313,4 +285,4 @@ class Looker(threading.Thread):
     def end(self) -> None:
         """Look no more."""
         self._is_ended = True
-        self._session.due.set()
+        self._monitor.due.set()

@@ -16,12 +16,14 @@ from lockstep.engine.events import (
     Checkpointed,
     Evaluated,
     Event,
+    ExchangeChosen,
     Failed,
     Finished,
     Improved,
     Joined,
     Logged,
     RankLost,
+    Rebalanced,
     RunStarted,
     StepDone,
     Warned,
@@ -30,32 +32,30 @@ from lockstep.observe import text
 from lockstep.observe.showing.live import Display, LiveArea, Pace
 from lockstep.observe.showing.terminal import banner, spinner_name, stdout_console, styled
 from lockstep.observe.sink import Sink
-from lockstep.observe.step_costs import Measured, Predicted, step_time
+from lockstep.observe.step_costs import Measured, Predicted, each_step, step_time
 from lockstep.observe.text import Item, fitted, printable, row, wrapped
 
 
 @dataclass
 class _Evaluation:
-    """An evaluation whose line may still be completed by what comes of it.
+    """An evaluation whose line may still be completed.
 
     Attributes:
         event: the evaluation.
         loss: training loss up to its step, if that is known.
         is_best: whether the watched metric was better than ever.
-        is_saved: whether a checkpoint of its step is on disk.
     """
 
     event: Evaluated
     loss: float | None
     is_best: bool = False
-    is_saved: bool = False
 
 
-class HeldLine:
-    """One line for an evaluation, that it was the best, and its checkpoint.
+class EvaluationLine:
+    """One line for an evaluation, and that it was the best.
 
-    It is held back until the checkpoint is on disk, for some seconds at most; a timer's thread
-    prints it then.
+    Whether it was follows in an event of its own. So the line waits for the next event, for some
+    seconds at most; a timer's thread prints it then.
 
     Args:
         write: function that prints a line in a style of `rich`.
@@ -75,9 +75,10 @@ class HeldLine:
         self._width = width
         self._lock = lock
         self._wait_s = wait_s
-        self._held: _Evaluation | None = None
+        self._waiting: _Evaluation | None = None
         self._timer: threading.Timer | None = None
         self._late_error: OSError | None = None
+        self._hidden_best: int | None = None
 
     def raise_late(self) -> None:
         """Raise what the timer's thread has met, once.
@@ -89,80 +90,83 @@ class HeldLine:
         if error is not None:
             raise error
 
-    def hold(self, event: Evaluated, loss: float | None) -> None:
-        """Wait with an evaluation's line for what comes of it.
+    def wait(self, event: Evaluated, loss: float | None) -> None:
+        """Print an evaluation's line with the next event.
 
         Args:
             event: the evaluation.
             loss: training loss up to its step, if that is known.
         """
-        self._held = _Evaluation(event, loss)
+        self._waiting = _Evaluation(event, loss)
         self._timer = threading.Timer(self._wait_s, self._show_late, (event,))
         self._timer.daemon = True
         self._timer.start()
 
-    def takes(self, event: Event) -> bool:
-        """Whether an event only completes the line; it needs no line of its own then."""
-        held = self._held
-        if held is None or event.step != held.event.step:
-            return False
-        if isinstance(event, Improved):
-            held.is_best = True
-            return True
-        if isinstance(event, Checkpointed):
-            held.is_saved = True
-            self.show()
-            return True
-        return False
+    def improve(self, step: int) -> None:
+        """Say of the line that waits, or else of the next one, that this step is the best."""
+        if self._waiting and self._waiting.event.step == step:
+            self._waiting.is_best = True
+        else:
+            self._hidden_best = step
 
     def show(self) -> None:
         """Print the line, if there is one."""
-        held, self._held = self._held, None
+        shown, self._waiting = self._waiting, None
         timer, self._timer = self._timer, None
         if timer:
             timer.cancel()
-        if held:
-            notes = ["best"] * held.is_best + ["saved"] * held.is_saved
-            line = text.evaluation(held.event, held.loss, notes, self._width())
-            self._write(line, "green" if held.is_best else "")
+        if shown is None:
+            return
+        notes = ["best"] * shown.is_best
+        if self._hidden_best is not None and not shown.is_best:
+            notes = [f"best at {self._hidden_best:,}"]
+        self._hidden_best = None
+        line = text.evaluation(shown.event, shown.loss, notes, self._width())
+        self._write(line, "green" if shown.is_best else "")
 
     def _show_late(self, event: Evaluated) -> None:
-        """In the timer's thread: print an evaluation whose checkpoint takes long or is not made."""
+        """In the timer's thread: print an evaluation that no event has followed."""
         with self._lock:
-            if self._held is None or self._held.event is not event:
+            if self._waiting is None or self._waiting.event is not event:
                 return
             try:
                 self.show()
             except OSError as error:
-                self._late_error = error  # for the thread that hands over the next event
+                self._late_error = error  # for the thread that brings the next event
 
 
 _DRAWN = (StepDone, Evaluated, Improved, Checkpointed)
 """Events that come again and again: on a terminal they are drawn, and leave no line."""
 
-_MOST_SILENT_PART = 1 / 60
-"""Of the time that a run has taken so far, the part that may pass without a progress line."""
+_MOST_SILENT_PART = 1 / 10
+"""Of the time that a run has taken so far, the part that may pass without a line."""
 
-_LONGEST_INTERVAL_S = 60.0
-"""Most seconds between two progress lines of a long run, if there are reports."""
+_LONGEST_INTERVAL_S = 300.0
+"""Most seconds between two lines of a long run, if there are reports."""
+
+_MOST_EVALUATIONS = 15
+"""Evaluations of a split that have a line in a log, spread evenly over the run's steps."""
+
+_NOTABLE_SLOWDOWN = 1.5
+"""Of a rank; less than this is noise on most machines, and is balanced without a line."""
 
 
 class ConsoleView(Sink):
-    """Shows a run: a banner, progress, faults and warnings, a summary.
+    """Shows a run: what it is about to do, progress, faults and warnings, a summary.
 
-    On an interactive terminal progress is an area at its bottom that is drawn anew several times a
+    On an interactive terminal progress is an area at its bottom that is redrawn several times a
     second (`LiveArea`); what is worth keeping is printed above it, in lines that are broken between
-    words where they are longer than the terminal is wide. However many evaluations and
-    checkpoints there are, they leave no lines. Elsewhere (a pipe, a log file, `TERM=dumb`)
-    progress is a line for a `StepDone`, the first and the last always, and at most one each
-    `interval_s`; in a long run there are fewer, down to one each minute. There is a line for every
-    other event, and none is broken. An evaluation, that it was the best, and its checkpoint share
-    one.
+    words where they are longer than the terminal is wide. Evaluations and checkpoints leave no
+    lines there. In a pipe, a log file, or with `TERM=dumb`, an evaluation is one line, of many
+    evaluations some 15 that are spread evenly. Where no evaluation comes for a while, a `StepDone`
+    is a line; the first and the last one always are. No line is broken.
 
     Args:
         console: console to show the run on; standard output by default.
         resumable: whether `lockstep resume` can go on with the run, should it be stopped.
         per_rank: whether to show with each report what each rank has done with its time.
+        verbose: whether to show all evaluations, checkpoints, changes of microbatches, and how
+            samples and gradients are distributed.
         show_failure: whether to print the message of `Failed`; by default the live display only
             ends, because whoever catches the error prints it.
         interval_s: least time between two progress lines, in seconds.
@@ -175,6 +179,7 @@ class ConsoleView(Sink):
         *,
         resumable: bool = True,
         per_rank: bool = False,
+        verbose: bool = False,
         show_failure: bool = False,
         interval_s: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
@@ -182,6 +187,7 @@ class ConsoleView(Sink):
         self._console = console or stdout_console()
         self._resumable = resumable
         self._per_rank = per_rank
+        self._verbose = verbose
         self._show_failure = show_failure
         self._interval_s = interval_s
         self._clock = clock
@@ -193,13 +199,17 @@ class ConsoleView(Sink):
         self._withheld = False
         self._printed_at = -inf
         self._started_at = self._progress_at = clock()
+        self._evaluated: dict[str, float] = {}
+        """By split, when its newest line was due: a part of the run, or a time."""
         self._pace = Pace()
         self._area = LiveArea(self._console, clock, self._pace, per_rank)
         self._live: Display | None = None
         self._spinner = Spinner(spinner_name(self._console))
-        # The line of an evaluation that is held back is printed by a timer's thread.
+        # The line of an evaluation may be printed by a timer's thread.
         self._lock = threading.RLock()
-        self._held = HeldLine(self._print, lambda: self._console.width, self._lock, interval_s)
+        self._evaluation = EvaluationLine(
+            self._print, lambda: self._console.width, self._lock, interval_s
+        )
 
     def wait(self, message: str) -> None:
         """Show that something is being waited for, until the first event; on terminals only."""
@@ -213,7 +223,7 @@ class ConsoleView(Sink):
         if isinstance(event, (Logged, Predicted, Measured)):
             return
         with self._lock:
-            self._held.raise_late()
+            self._evaluation.raise_late()
             self._take(event)
 
     def _take(self, event: Event) -> None:
@@ -235,7 +245,7 @@ class ConsoleView(Sink):
     def close(self) -> None:
         """End the live display and give the cursor back; nothing if that is done."""
         with self._lock:
-            self._held.show()
+            self._evaluation.show()
             live, self._live = self._live, None
             if live:
                 if not self._is_begun():  # a spinner, of which nothing is to be left
@@ -257,7 +267,7 @@ class ConsoleView(Sink):
         """Show the banner, once all ranks or any other event have come."""
         if self._announced or not self._plan:
             return
-        lines = banner(self._plan, self._joined)
+        lines = banner(self._plan, self._joined, self._verbose)
         self._announced, self._joined = True, []
         if self._live:
             self._live.refresh()  # the bar in place of the spinner
@@ -287,29 +297,52 @@ class ConsoleView(Sink):
         if isinstance(event, StepDone):
             self._progress(event)
             return
-        if self._held.takes(event):
+        if isinstance(event, Improved):
+            self._evaluation.improve(event.step)
             return
-        self._held.show()
+        self._evaluation.show()
         if isinstance(event, Evaluated):
-            self._hold(event)
-            return
-        if isinstance(event, Finished):
+            self._evaluate(event)
+        elif isinstance(event, Finished):
             self.close()
-            took = step_time(self._cost)
-            self._print_block(text.summary(self._plan, event, self._resumable, took))
-            return
-        if isinstance(event, Failed):
+            took = step_time(self._cost) if self._verbose else each_step(self._cost)
+            summary = text.summary(self._plan, event, self._resumable, took, self._verbose)
+            self._print_block(summary)
+        elif isinstance(event, Failed):
             self.close()
-            if not self._show_failure:
-                return
-        self._print(text.line(event), _style(event))
+            if self._show_failure:
+                self._print(text.line(event), "bold red")
+        elif self._verbose or _is_notable(event):
+            self._print(text.line(event), _style(event))
 
-    def _hold(self, event: Evaluated) -> None:
-        """Wait with an evaluation's line for what comes of it."""
+    def _evaluate(self, event: Evaluated) -> None:
+        """Show an evaluation, if so many have not been shown; what is the best is said later."""
+        if not self._is_due(event):
+            return
+        self._printed_at = self._clock()
         loss = None
         if event.split == "val" and self._done and self._done.step == event.step:
             loss, self._withheld = self._done.loss, False
-        self._held.hold(event, loss)
+        self._evaluation.wait(event, loss)
+
+    def _is_due(self, event: Evaluated) -> bool:
+        """Whether an evaluation is shown; the last ones are in the summary."""
+        if self._verbose:
+            return True
+        if event.model_step is not None:  # of the best step, when training is over
+            return False
+        total = self._plan.total_steps if self._plan else 0
+        before = self._evaluated.get(event.split)
+        if total:
+            now = float(event.step * _MOST_EVALUATIONS // total)
+            is_due = before is None or now > before
+        else:
+            now = self._clock()
+            so_far_s = now - self._started_at
+            is_due = before is None or now - before >= so_far_s / _MOST_EVALUATIONS
+        if is_due:
+            self._evaluated[event.split] = now
+        return is_due
 
     def _progress(self, done: StepDone) -> None:
         self._done, self._progress_at, self._withheld = done, self._clock(), True
@@ -354,12 +387,17 @@ class ConsoleView(Sink):
         self._console.print(styled(self._console, lines, style), soft_wrap=True)
 
 
+def _is_notable(event: Event) -> bool:
+    """Whether an event has a line even if not everything is to be shown."""
+    if isinstance(event, Rebalanced):
+        return event.slowdown >= _NOTABLE_SLOWDOWN
+    if isinstance(event, ExchangeChosen):
+        return event.way == "messages" and bool(event.reason)  # the slow way, where it need not be
+    return not isinstance(event, Checkpointed)
+
+
 def _style(event: Event) -> str:
-    if isinstance(event, Failed):
-        return "bold red"
-    if isinstance(event, (Warned, RankLost)):
-        return "yellow"
-    return "green" if isinstance(event, Improved) else ""
+    return "yellow" if isinstance(event, (Warned, RankLost)) else ""
 
 
 class QuietView(ConsoleView):

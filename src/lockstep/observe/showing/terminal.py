@@ -69,30 +69,35 @@ def _reaches_terminal() -> bool:
         return False
 
 
-def banner(plan: RunStarted, joined: Sequence[Joined]) -> Pairs:
-    """What a run is about to do, and on which ranks."""
+def banner(plan: RunStarted, joined: Sequence[Joined], verbose: bool = False) -> Pairs:
+    """What a run is about to do, and on which ranks.
+
+    Args:
+        plan: the start of the run.
+        joined: the ranks, as far as they have come.
+        verbose: whether to show what each rank computes, and with what.
+    """
+    samples = count(plan.num_samples, "sample") if plan.num_samples else "a stream of samples"
+    microbatches = count(plan.num_microbatches, "microbatch", "microbatches")
+    threads = count(plan.threads, "thread")
+    going_on = f", going on from step {plan.step:,}" if plan.step else ""
+    epoch = f", {plan.steps_per_epoch:,} an epoch" if plan.steps_per_epoch else ""
+    steps = count(plan.total_steps, "step") + epoch + going_on
+    batch = f"{count(plan.batch_size, 'sample')} in {microbatches}"
+    who = f"{_who(plan, joined)} ({plan.launcher}, {plan.transport})"
+    task = ("task", f"{plan.task}, {count(plan.num_parameters, 'parameter')}, {samples}")
+    run = ("run", f"{plan.run_dir} (config {plan.config_hash})")
+    if not verbose:
+        ranks = ("ranks", f"{who}, {plan.device}, {threads} a rank")
+        return [task, ranks, ("plan", f"{steps}; a step: {batch}"), run]
     return [
-        (
-            "task",
-            f"{plan.task}, {count(plan.num_parameters, 'parameter')}, "
-            + (count(plan.num_samples, "sample") if plan.num_samples else "a stream of samples"),
-        ),
-        ("ranks", f"{_who(plan, joined)} ({plan.launcher}, {plan.transport})"),
-        ("device", f"{plan.device}, {count(plan.threads, 'thread')} a rank"),
-        (
-            "batch",
-            f"{count(plan.batch_size, 'sample')} in "
-            f"{count(plan.num_microbatches, 'microbatch', 'microbatches')}"
-            f"{_share(joined)}",
-        ),
+        task,
+        ("ranks", who),
+        ("device", f"{plan.device}, {threads} a rank"),
+        ("batch", batch + _share(joined)),
         *_samples(plan, joined),
-        (
-            "plan",
-            count(plan.total_steps, "step")
-            + (f", {plan.steps_per_epoch:,} an epoch" if plan.steps_per_epoch else "")
-            + (f", going on from step {plan.step:,}" if plan.step else ""),
-        ),
-        ("run", f"{plan.run_dir} (config {plan.config_hash})"),
+        ("plan", steps),
+        run,
     ]
 
 

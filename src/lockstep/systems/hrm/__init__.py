@@ -7,7 +7,7 @@ SYSTEM = System(
     "Puzzles, solved in segments by a small recursive or hierarchical model.",
     CommandGroup(
         "hrm",
-        "Puzzles: their data, and what to do with a trained model.",
+        "Puzzles: make datasets, solve, view and evaluate.",
         "lockstep.systems.hrm.cli",
     ),
 )

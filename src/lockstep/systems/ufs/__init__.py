@@ -5,5 +5,7 @@ from lockstep.launching.systems import CommandGroup, System
 SYSTEM = System(
     "lockstep.systems.ufs.task:Ufs",
     "Sea ice from ocean and atmosphere: NetCDF in, concentration and its Jacobian out.",
-    CommandGroup("data", "Write the data that recipes use.", "lockstep.systems.ufs.cli"),
+    CommandGroup(
+        "data", "Write synthetic data of the sea-ice emulator.", "lockstep.systems.ufs.cli"
+    ),
 )

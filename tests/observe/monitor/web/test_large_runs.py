@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from run_files import PLAN, append, begin, done, is_free, joined
 
 from lockstep.config.parsing import parse_object
-from lockstep.observe.monitor.web.shown import curves_of
+from lockstep.observe.monitor.web.views import curves_of
 from lockstep.observe.reading.follow import read_run
 from lockstep.observe.reading.large import envelopes
 from lockstep.observe.reading.large import rows as again

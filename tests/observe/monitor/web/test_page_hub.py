@@ -14,7 +14,8 @@ from run_files import begin
 
 from lockstep.observe.monitor.watch import Watch
 from lockstep.observe.monitor.web import hub as hubs
-from lockstep.observe.monitor.web.hub import Hub, number_of
+from lockstep.observe.monitor.web.hub import Hub
+from lockstep.observe.monitor.web.views import run_id
 from lockstep.observe.reading.large.run import LargeRun
 
 
@@ -66,13 +67,13 @@ def test_what_changes_while_a_change_is_sent_is_told_at_once(hub, tmp_path, monk
         hub.start()
         changes = hub.changes()
         await changes.__anext__()
-        hub._tell({tmp_path / "one"}, is_list=False)
+        hub._notify({tmp_path / "one"}, is_list=False)
         await asyncio.sleep(0.1)  # as long as a browser takes it
         change = await asyncio.wait_for(changes.__anext__(), 5.0)
         hub.stop()
         return change
 
-    assert asyncio.run(second())["runs"] == [number_of(tmp_path / "one")]
+    assert asyncio.run(second())["runs"] == [run_id(tmp_path / "one")]
 
 
 def test_looks_are_as_far_apart_as_was_asked_but_what_is_opened_is_read_at_once(

@@ -25,9 +25,11 @@ from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.errors import ConfigError
 from lockstep.observe.monitor import watch
 from lockstep.observe.monitor.watch import Watch
-from lockstep.observe.monitor.web import serve, server, shown
-from lockstep.observe.monitor.web.application import Guard, application, is_loopback
-from lockstep.observe.monitor.web.hub import Hub, number_of
+from lockstep.observe.monitor.web import serve, server, views
+from lockstep.observe.monitor.web.application import Guard, application
+from lockstep.observe.monitor.web.hub import Hub
+from lockstep.observe.monitor.web.server import is_loopback
+from lockstep.observe.monitor.web.views import run_id
 
 CODE = """
 import sys
@@ -67,7 +69,7 @@ def test_runs_are_listed_filtered_and_sorted(runs):
 
 def test_a_run_is_told_with_its_curves_config_and_log(runs):
     (runs / "one" / "ranks.log").write_text("rank 1 says <b>hello</b>\n")
-    number = number_of(runs / "one")
+    number = run_id(runs / "one")
     with client(runs) as ask:
         run = ask.get(f"/api/runs/{number}").json()
         names = run["curves"]["names"]
@@ -84,7 +86,7 @@ def test_a_run_is_told_with_its_curves_config_and_log(runs):
         assert curve["value"] == [1.0 / s for s in range(1, 21)]
         assert ask.get(f"/api/runs/{number}/curves?curves=x").status_code == 400
         assert ask.get(f"/api/runs/{number}/config").json() == {"lr": "0.1"}
-        both = {"run": [number, number_of(runs / "two with blanks ü"), "0" * 16]}
+        both = {"run": [number, run_id(runs / "two with blanks ü"), "0" * 16]}
         assert ask.get("/api/differences", params=both).json()["keys"] == {"lr": ["0.1", "0.2"]}
         assert ask.get("/api/runs/0000000000000000").status_code == 404
 
@@ -97,7 +99,7 @@ def test_digests_are_read_of_checkpoints_that_are_there_and_keep_nobody_waiting(
     manifest = {"files": {"model.safetensors": {"sha256": "cd" * 32}}}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     (folder.parent / "step_00000019").mkdir()
-    read, real = [], shown.read_text
+    read, real = [], views.read_text
 
     def read_text(path):
         with ThreadPoolExecutor() as pool:
@@ -105,10 +107,10 @@ def test_digests_are_read_of_checkpoints_that_are_there_and_keep_nobody_waiting(
         read.append(path.parent.name)
         return real(path)
 
-    monkeypatch.setattr(shown, "read_text", read_text)
+    monkeypatch.setattr(views, "read_text", read_text)
     hub = Hub(Watch([runs]), orjson.loads, 1.0, print)
     with TestClient(application(hub)) as ask:
-        found = ask.get(f"/api/runs/{number_of(runs / 'one')}").json()["checkpoints"]
+        found = ask.get(f"/api/runs/{run_id(runs / 'one')}").json()["checkpoints"]
     assert [(one["step"], one["sha256"]) for one in found[:2]] == [(20, "cd" * 32), (19, "")]
     assert len(found) == 20
     assert read == ["step_00000020", "step_00000019"]
@@ -128,7 +130,7 @@ def test_calls_are_read_once_and_keep_nobody_waiting(runs, monkeypatch):
     hub = Hub(Watch([runs]), orjson.loads, 1.0, print)
     with TestClient(application(hub)) as ask:
         for _ in range(3):
-            found = ask.get(f"/api/runs/{number_of(runs / 'one')}").json()["diagnosis"]["causes"]
+            found = ask.get(f"/api/runs/{run_id(runs / 'one')}").json()["diagnosis"]["causes"]
             assert "standstill" in [cause["name"] for cause in found]
     assert read == ["one"]
 
@@ -137,7 +139,7 @@ def test_what_is_not_finite_becomes_gaps_that_are_counted(tmp_path):
     rows = [done(1, 1.0), done(2, "NaN"), done(3, "-Infinity"), done(4, math.pi)]
     append(tmp_path / "run", rows)
     with client(tmp_path) as ask:
-        number = number_of(tmp_path / "run")
+        number = run_id(tmp_path / "run")
         names = ask.get(f"/api/runs/{number}").json()["curves"]["names"]
         at = str(names.index("train/loss"))
         found = ask.get(f"/api/runs/{number}/curves", params={"curves": at}).json()["curves"][at]
@@ -152,7 +154,7 @@ def test_what_is_not_finite_becomes_gaps_that_are_counted(tmp_path):
 )  # fmt: skip
 def test_only_logs_are_read(runs, name):
     with client(runs) as ask:
-        url = f"/api/runs/{number_of(runs / 'one')}/log"
+        url = f"/api/runs/{run_id(runs / 'one')}/log"
         assert ask.get(url, params={"name": name}).status_code == 404
 
 
@@ -167,7 +169,7 @@ def test_only_files_of_the_page_are_served(runs, path):
 def test_a_log_that_is_a_link_is_not_followed(runs):
     (runs / "one" / "ranks.log").symlink_to("/etc/passwd")
     with client(runs) as ask:
-        answer = ask.get(f"/api/runs/{number_of(runs / 'one')}/log?name=ranks.log")
+        answer = ask.get(f"/api/runs/{run_id(runs / 'one')}/log?name=ranks.log")
         assert (answer.status_code, "symbolic link" in answer.json()["error"]) == (404, True)
 
 
@@ -176,7 +178,7 @@ def test_folders_whose_names_are_no_text_can_be_shown(tmp_path):
     begin(folder)
     with client(tmp_path) as ask:
         assert ask.get("/api/runs").json()["runs"][0]["name"] == "run\\udcff\\udcfe"
-        assert ask.get(f"/api/runs/{number_of(folder)}").status_code == 200
+        assert ask.get(f"/api/runs/{run_id(folder)}").status_code == 200
 
 
 @pytest.mark.parametrize(

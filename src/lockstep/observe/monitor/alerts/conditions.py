@@ -1,4 +1,4 @@
-"""What rules look for: from what is known of runs to what is found in them."""
+"""The conditions of rules: what each of them finds in runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from types import MappingProxyType
 
 from lockstep.engine.events import Failed
 from lockstep.observe import text
@@ -20,10 +19,10 @@ class Finding:
     """Something that a condition has found.
 
     Attributes:
-        key: tells it from others of the same rule and run.
-        run: in which.
+        key: tells it from other findings of the same rule and run.
+        run: run that it was found in.
         message: one line.
-        is_past: it has happened, and is over at once if nothing else keeps it.
+        is_past: whether it is an event, whose alert ends at once.
     """
 
     key: str
@@ -34,13 +33,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Look:
-    """What conditions may use.
+    """The times of a look.
 
     Attributes:
-        now: Unix time.
-        since: Unix time at which the first look was.
-        silent_since: Unix time from which silence counts, by run: its newest step, or when it was
-            first seen to go on.
+        now: Unix time of the look.
+        since: Unix time of the first look.
+        silent_since: Unix time since which each run has reported no step.
     """
 
     now: float
@@ -50,37 +48,25 @@ class Look:
 
 def found_in(condition: Condition, run: Watched, look: Look) -> Iterator[Finding]:
     """What a condition finds in a run."""
-    looking = _IN_ONE.get(condition.kind)
-    if looking is not None:
-        yield from looking(condition, run, look)
+    find = _IN_ONE_RUN.get(condition.kind)
+    return iter(()) if find is None else find(condition, run, look)
 
 
-def found_over(condition: Condition, runs: Sequence[Watched], live: set[str]) -> Iterator[Finding]:
-    """What a condition finds over all runs.
-
-    Args:
-        condition: what is looked for.
-        runs: all that the rule is for.
-        live: paths of those that go on.
-    """
+def found_over(condition: Condition, runs: Sequence[Watched]) -> Iterator[Finding]:
+    """What a condition finds over all runs of its rule."""
     if condition.kind == "digest_differs":
         yield from _digests(runs)
     elif condition.is_of_disk:
-        yield from _disks(condition, [run for run in runs if str(run.path) in live])
+        yield from _disks(condition, [run for run in runs if run.summary.state == "running"])
 
 
 def _metric(condition: Condition, run: Watched, look: Look) -> Iterator[Finding]:
-    name = condition.metric or ""
+    name, above, below = condition.metric or "", condition.above, condition.below
     value = _newest(run, name)
-    if value is None:
-        return
-    if condition.above is not None and value > condition.above:
-        message = f"{name} {text.number(value)} is above {text.number(condition.above)}"
-    elif condition.below is not None and value < condition.below:
-        message = f"{name} {text.number(value)} is below {text.number(condition.below)}"
-    else:
-        return
-    yield Finding(name, run, message)
+    if value is not None and above is not None and value > above:
+        yield Finding(name, run, f"{name} {text.number(value)} is above {text.number(above)}")
+    elif value is not None and below is not None and value < below:
+        yield Finding(name, run, f"{name} {text.number(value)} is below {text.number(below)}")
 
 
 def _not_finite(condition: Condition, run: Watched, look: Look) -> Iterator[Finding]:
@@ -105,32 +91,26 @@ def _silence(condition: Condition, run: Watched, look: Look) -> Iterator[Finding
 
 def _rank_lost(condition: Condition, run: Watched, look: Look) -> Iterator[Finding]:
     history = run.history
-    asked = history.plan.world_size if history.plan else 0
-    missing = max(0, asked - len(history.living)) if run.summary.state == "running" else 0
-    lost = sorted(
-        (process.until, n) for n, process in enumerate(history.processes) if process.until
-    )
-    for number, (until, place) in enumerate(reversed(lost)):
-        is_replaced = number >= missing  # the newest losses are those that are still felt
+    total = history.plan.world_size if history.plan else 0
+    missing = max(0, total - len(history.living)) if run.summary.state == "running" else 0
+    lost = [(process.until, process) for process in history.processes if process.until]
+    lost.sort(key=lambda pair: pair[0])
+    for number, (until, process) in enumerate(reversed(lost)):
+        is_replaced = number >= missing  # joining ranks replace those that were lost first
         if is_replaced and until < look.since:
             continue
-        process = history.processes[place]
         slot, why = process.joined.slot, process.reason.partition(";")[0]
         message = (
             f"slot {slot} (rank {process.joined.rank} on {process.joined.host}) is lost"
-            f"{why and f': it {why}'}; {len(history.living)} of {text.count(asked, 'rank')}"
+            f"{why and f': it {why}'}; {len(history.living)} of {text.count(total, 'rank')}"
         )
         yield Finding(f"{slot} {process.since}", run, message, is_past=is_replaced)
 
 
 def _few_ranks(condition: Condition, run: Watched, look: Look) -> Iterator[Finding]:
-    living = len(run.history.living)
-    if (
-        run.summary.state == "running"
-        and run.history.plan
-        and living < (condition.ranks_below or 0)
-    ):
-        yield Finding("", run, f"{text.count(living, 'rank')}, fewer than {condition.ranks_below}")
+    living, least = len(run.history.living), condition.ranks_below or 0
+    if run.summary.state == "running" and run.history.plan and living < least:
+        yield Finding("", run, f"{text.count(living, 'rank')}, fewer than {least}")
 
 
 def _efficiency(condition: Condition, run: Watched, look: Look) -> Iterator[Finding]:
@@ -147,13 +127,11 @@ def _ended(condition: Condition, run: Watched, look: Look) -> Iterator[Finding]:
         yield Finding(state, run, f"{state} at step {run.summary.step:,}{why}")
 
 
-_IN_ONE: Mapping[str, Callable[[Condition, Watched, Look], Iterator[Finding]]] = MappingProxyType(
-    {
-        "metric": _metric, "not_finite": _not_finite, "no_step_for_s": _silence,
-        "rank_lost": _rank_lost, "ranks_below": _few_ranks, "efficiency_below": _efficiency,
-        "ended": _ended,
-    }
-)  # fmt: skip
+_IN_ONE_RUN: Mapping[str, Callable[[Condition, Watched, Look], Iterator[Finding]]] = {
+    "metric": _metric, "not_finite": _not_finite, "no_step_for_s": _silence,
+    "rank_lost": _rank_lost, "ranks_below": _few_ranks, "efficiency_below": _efficiency,
+    "ended": _ended,
+}  # fmt: skip
 
 
 def _newest(run: Watched, name: str) -> float | None:
@@ -164,7 +142,7 @@ def _newest(run: Watched, name: str) -> float | None:
 
 
 def _digests(runs: Sequence[Watched]) -> Iterator[Finding]:
-    """Runs whose digest is another one than that of the first run of their task and config."""
+    """Runs whose digest differs from that of the first run of the same task and config."""
     ended = [r for r in runs if r.summary.state == "completed" and r.summary.sha256]
     first: dict[tuple[str, str], Watched] = {}
     for run in sorted(ended, key=lambda r: (r.summary.newest, str(r.path))):
@@ -181,7 +159,7 @@ def _digests(runs: Sequence[Watched]) -> Iterator[Finding]:
 
 
 def _disks(condition: Condition, runs: Sequence[Watched]) -> Iterator[Finding]:
-    """A finding for each disk, told with the first run on it."""
+    """A finding for each full disk, with the first run on it."""
     seen: set[int] = set()
     for run in runs:
         try:

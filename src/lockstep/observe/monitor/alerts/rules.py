@@ -1,4 +1,4 @@
-"""Rules of alerts, as a YAML file has them."""
+"""The rules of alerts, and reading them from a YAML file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Ended = Literal["failed", "killed", "stopped"]
 
 
 class Condition(Section):
-    """What a rule looks for: one of these, and for a metric or a disk its limits."""
+    """The condition of a rule: one of these keys, and the limit of a metric."""
 
     metric: Name | None = None
     """A metric's newest value, such as `val/loss`, is outside of `above` or `below`."""
@@ -208,26 +208,26 @@ def _section_at(place: tuple[int | str, ...]) -> type[Section]:
     return sections[names[-1]] if names else Rules
 
 
-def told_rules(rules: Rules) -> Iterator[str]:
-    """A line for each rule: what it watches, and what it does."""
+def rule_lines(rules: Rules) -> Iterator[str]:
+    """A line for each rule: its condition, its runs and its actions."""
     for rule in rules.rules:
         limits = {k: v for k, v in rule.when.model_dump().items() if v is not None}
-        what = " ".join(f"{key} {_told(value)}" for key, value in limits.items())
+        what = " ".join(f"{key} {_as_text(value)}" for key, value in limits.items())
         lasting = [f"for {rule.for_s:g} s"] * (rule.for_s > 0)
         lasting += [f"for {rule.for_steps:,} steps"] * (rule.for_steps > 0)
         past = ", those that have ended too" if rule.past else ""
-        actions = ", ".join(_told_action(action) for action in rule.do)
+        actions = ", ".join(map(_action_text, rule.do))
         when = " ".join([what, *lasting])
         yield f"{rule.name}: when {when}; in runs {rule.runs}{past}; then {actions}"
 
 
-def _told(value: object) -> str:
+def _as_text(value: object) -> str:
     if isinstance(value, tuple):
         return ", ".join(map(str, value))
     return "" if value is True else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _told_action(action: Action) -> str:
+def _action_text(action: Action) -> str:
     if action.webhook is not None:
         return f"POST to {action.webhook}"
     return f"start {' '.join(action.command)}" if action.command is not None else "print"

@@ -1,4 +1,4 @@
-"""The terminal's screens: the list of runs, and how screens come and go."""
+"""The app of `lockstep monitor` on a terminal: the list of runs, and how its screens open."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from textual.widgets import DataTable, Footer, Input, Static
 
 from lockstep.errors import ConfigError
 from lockstep.observe import text
-from lockstep.observe.monitor import describe as telling
+from lockstep.observe.monitor import describe
 from lockstep.observe.monitor.terminal.run_screen import Refreshing, RunScreen
-from lockstep.observe.monitor.watch import Looker, Session
+from lockstep.observe.monitor.watch import Monitor, MonitorThread
 from lockstep.observe.reading.listing import Summary, is_run
 from lockstep.observe.reading.runs import chosen
 
@@ -29,15 +29,15 @@ ORDERS = ("-started", "-newest", "name", "state", "-step", "train/loss", "val/lo
 """Keys that the list can be sorted by."""
 _COLUMNS = ("run", "state", "steps", "progress", "left", "loss", "ranks", "tags")
 _BAR = 10
-_MOST_NOTES = 3
-_MOST_ALERTS = 5
+_MAX_NOTES = 3
+_MAX_ALERTS = 5
 
 
 class ListScreen(Refreshing):
     """All runs, a row for each; Enter opens one.
 
     Args:
-        session: the runs.
+        monitor: the runs.
     """
 
     CSS = """
@@ -54,14 +54,14 @@ class ListScreen(Refreshing):
         Binding("escape", "leave", "leave filter", show=False),
     ]
 
-    def __init__(self, session: Session) -> None:
-        super().__init__(session)
+    def __init__(self, monitor: Monitor) -> None:
+        super().__init__(monitor)
         self._order = 0
         self._conditions: list[str] = []
         self._shown: dict[str, list[Text]] = {}
 
     def compose(self) -> ComposeResult:
-        """Title, table, what is wrong with the conditions, the field for them, keys."""
+        """Title, table, problem with the conditions, field for them, keys."""
         yield Static(id="title", markup=False)
         yield DataTable(id="runs", cursor_type="row", zebra_stripes=True)
         yield Static(id="problem", markup=False)
@@ -69,14 +69,14 @@ class ListScreen(Refreshing):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Name the columns; the base class's handler, which comes after this one, draws."""
+        """Add the columns; Textual then calls the base class's handler, which draws."""
         for name in _COLUMNS:
             self._table.add_column(name, key=name)
         self._table.focus()
 
     def draw(self) -> None:
         """Title and rows."""
-        watch, now = self._session.watch, time.time()
+        watch, now = self._monitor.watch, time.time()
         summaries = [run.summary for run in watch.runs.values()]
         runs = self._chosen(summaries)
         self.put("title", self._title(summaries, runs))
@@ -88,15 +88,17 @@ class ListScreen(Refreshing):
         self._shown = rows
 
     def action_open(self) -> None:
-        """Show the run that the cursor is on."""
-        self._open()
+        """Show the run under the cursor."""
+        keys = list(self._shown)
+        if keys and self._table.cursor_row < len(keys):
+            self.app.push_screen(RunScreen(self._monitor, Path(keys[self._table.cursor_row])))
 
     def on_data_table_row_selected(self) -> None:
-        """Show a run that was chosen by Enter or the mouse."""
-        self._open()
+        """Show a run that was selected by Enter or the mouse."""
+        self.action_open()
 
     def action_filter(self) -> None:
-        """Ask for conditions."""
+        """Show the field for conditions."""
         field = self.query_one("#filter", Input)
         field.add_class("asked")
         field.focus()
@@ -126,9 +128,8 @@ class ListScreen(Refreshing):
         try:
             runs = chosen(summaries, self._conditions, order)
         except ConfigError as error:
-            self.put(
-                "problem", Text(telling.shown(str(error).removeprefix("--where ")), style="red")
-            )
+            problem = describe.shown(str(error).removeprefix("--where "))
+            self.put("problem", Text(problem, style="red"))
             return chosen(summaries, [], order)
         self.put("problem", Text())
         return runs
@@ -137,20 +138,20 @@ class ListScreen(Refreshing):
         running = sum(run.state == "running" for run in summaries)
         parts = [f"{text.count(len(summaries), 'run')}, {running} running"]
         if not summaries:
-            folders = ", ".join(map(str, self._session.watch.folders))
-            parts = [f"no runs in {telling.shown(folders)} yet"]
+            folders = ", ".join(map(str, self._monitor.watch.folders))
+            parts = [f"no runs in {describe.shown(folders)} yet"]
         if self._conditions:
-            parts.append(f"{len(runs)} with {telling.shown(' '.join(self._conditions))}")
+            parts.append(f"{len(runs)} with {describe.shown(' '.join(self._conditions))}")
         parts.append(f"by {ORDERS[self._order]}")
         title = Text("  ".join(parts), style="bold")
-        on = self._session.alerts()
-        for alert in on[-_MOST_ALERTS:]:
-            title.append(f"\n{telling.shown(alert.told())}", style="yellow")
-        if len(on) > _MOST_ALERTS:
-            others = text.count(len(on) - _MOST_ALERTS, "older alert")
+        on = self._monitor.alerts()
+        for alert in on[-_MAX_ALERTS:]:
+            title.append(f"\n{describe.shown(alert.line)}", style="yellow")
+        if len(on) > _MAX_ALERTS:
+            others = text.count(len(on) - _MAX_ALERTS, "older alert")
             title.append(f"\nand {others}", style="yellow")
-        for note in list(self._session.notes.lines)[-_MOST_NOTES:]:
-            title.append(f"\n{telling.shown(note)}", style="not bold dim")
+        for note in list(self._monitor.notes)[-_MAX_NOTES:]:
+            title.append(f"\n{describe.shown(note)}", style="not bold dim")
         return title
 
     def _update(self, rows: dict[str, list[Text]]) -> None:
@@ -170,20 +171,14 @@ class ListScreen(Refreshing):
         if under in rows:
             table.move_cursor(row=list(rows).index(under))
 
-    def _open(self) -> None:
-        keys = list(self._shown)
-        if keys and self._table.cursor_row < len(keys):
-            path = Path(keys[self._table.cursor_row])
-            self.app.push_screen(RunScreen(self._session, path))
-
 
 def _cells(run: Summary, folders: Sequence[Path], now: float) -> list[Text]:
     values = (
-        telling.name_of(run.path, folders), run.state, telling.steps(run),
-        telling.bar(run, _BAR), telling.left(run, now), telling.newest_loss(run),
-        str(run.ranks or ""), telling.shown(" ".join(run.tags)),
+        describe.name_of(run.path, folders), run.state, describe.steps(run),
+        describe.bar(run, _BAR), describe.left(run, now), describe.newest_loss(run),
+        str(run.ranks or ""), describe.shown(" ".join(run.tags)),
     )  # fmt: skip
-    styles = {"state": telling.STYLES.get(run.state, "")}
+    styles = {"state": describe.STYLES.get(run.state, "")}
     return [
         Text(value, style=styles.get(name, ""), no_wrap=True)
         for name, value in zip(_COLUMNS, values, strict=True)
@@ -197,11 +192,12 @@ class MonitorApp(App[None]):
     """Runs on a terminal.
 
     Attributes:
-        num_looks: how often what is shown was brought up to date.
-        problem: what has ended the looking; None if nothing has.
+        monitor: the runs.
+        num_looks: how often the screen was brought up to date.
+        problem: the exception that has ended the watching; None if there is none.
 
     Args:
-        session: the runs; a thread of its own looks at them.
+        monitor: the runs, which a thread reads.
     """
 
     ENABLE_COMMAND_PALETTE = False
@@ -214,28 +210,28 @@ class MonitorApp(App[None]):
     class Looked(Message):
         """The runs have been looked at."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, monitor: Monitor) -> None:
         super().__init__()
-        self.session = session
+        self.monitor = monitor
         self.num_looks = 0
         self.problem: BaseException | None = None
-        self._looker = Looker(session, self._tell, self._fail)
+        self._thread = MonitorThread(monitor, lambda: self.post_message(self.Looked()), self._fail)
 
     def on_mount(self) -> None:
-        """Show the list, or the run if one is asked for, and begin to look."""
-        self.push_screen(ListScreen(self.session))
-        folders = self.session.watch.folders
+        """Show the list, or the run if there is only one, and start the thread."""
+        self.push_screen(ListScreen(self.monitor))
+        folders = self.monitor.watch.folders
         if len(folders) == 1 and is_run(folders[0]):
-            self.push_screen(RunScreen(self.session, folders[0]))
-        # In a thread that is not the main one (tests) no signal can be taken.
+            self.push_screen(RunScreen(self.monitor, folders[0]))
+        # Signals can be handled in the main thread only, where tests may not be.
         with suppress(RuntimeError, ValueError):
             for number in _ENDING:
                 asyncio.get_running_loop().add_signal_handler(number, self.exit)
-        self._looker.start()
+        self._thread.start()
 
     def on_unmount(self) -> None:
-        """Look no more."""
-        self._looker.end()
+        """End the thread."""
+        self._thread.end()
 
     def on_monitor_app_looked(self) -> None:
         """Bring what is shown up to date."""
@@ -244,20 +240,17 @@ class MonitorApp(App[None]):
         self.num_looks += 1
 
     def raise_problem(self) -> None:
-        """Raise what has ended the looking; to be called when the screen is gone."""
+        """Raise the exception that has ended the watching; call it once the screen is closed."""
         if self.problem is not None:
             raise self.problem
-
-    def _tell(self) -> None:
-        self.post_message(self.Looked())
 
     def _fail(self, error: BaseException) -> None:
         self.problem = error
         self.call_from_thread(self.exit)
 
 
-def show(session: Session) -> None:
-    """Show runs until the user has had enough."""
-    app = MonitorApp(session)
+def show(monitor: Monitor) -> None:
+    """Show runs until the user quits."""
+    app = MonitorApp(monitor)
     app.run()
     app.raise_problem()

@@ -13,21 +13,21 @@ from textual.containers import VerticalScroll
 from textual.screen import Screen
 from textual.widgets import Footer, Static
 
-from lockstep.observe.monitor import describe as telling
+from lockstep.observe.monitor import describe
 from lockstep.observe.monitor.terminal import drawing
-from lockstep.observe.monitor.watch import Session, Watched
+from lockstep.observe.monitor.watch import Monitor, Watched
 
 
 class Refreshing(Screen[None]):
-    """A screen of runs, drawn from what the last look has found.
+    """A screen of runs, drawn from what the last look found.
 
     Args:
-        session: the runs.
+        monitor: the runs.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, monitor: Monitor) -> None:
         super().__init__()
-        self._session = session
+        self._monitor = monitor
         self._texts: dict[str, Text] = {}
 
     def on_mount(self) -> None:
@@ -35,18 +35,18 @@ class Refreshing(Screen[None]):
         self.refresh_shown()
 
     def on_screen_resume(self) -> None:
-        """Draw what has come while another screen was shown."""
+        """Draw what has changed while another screen was shown."""
         self.refresh_shown()
 
     def on_resize(self) -> None:
-        """Draw anew in the room that there is."""
+        """Draw again in the new size."""
         self.call_after_refresh(self.refresh_shown)
 
     def refresh_shown(self) -> None:
-        """Draw, unless the runs are being read: then the end of that look will do it."""
+        """Draw, unless the runs are being read: the end of that look will do it then."""
         if not self.is_mounted:
             return
-        with self._session.free() as is_free:
+        with self._monitor.free() as is_free:
             if is_free:
                 self.draw()
 
@@ -61,14 +61,14 @@ class Refreshing(Screen[None]):
             self.query_one(f"#{name}", Static).update(shown)
 
 
-_LEAST_PLOT, _MOST_PLOT = 6, 18
+_MIN_PLOT, _MAX_PLOT = 6, 18
 
 
 class RunScreen(Refreshing):
-    """A run: where it is, a curve, its ranks, what has happened, and the diagnosis.
+    """A run: its progress, a curve, its ranks, its events, and the diagnosis.
 
     Args:
-        session: the runs.
+        monitor: the runs.
         path: folder of the run.
     """
 
@@ -86,14 +86,14 @@ class RunScreen(Refreshing):
         Binding("down,j", "scroll(1)", "scroll", show=False),
     ]
 
-    def __init__(self, session: Session, path: Path) -> None:
-        super().__init__(session)
+    def __init__(self, monitor: Monitor, path: Path) -> None:
+        super().__init__(monitor)
         self._path = path
         self._metric = ""
         self._names: list[str] = []
         self._is_logarithmic = False
-        self._looks = telling.Looks()
-        session.want(path)
+        self._recent = describe.RecentShares()
+        monitor.want(path)
 
     def compose(self) -> ComposeResult:
         """Fields from top to bottom, in one area that scrolls, and the keys."""
@@ -103,18 +103,18 @@ class RunScreen(Refreshing):
         yield Footer()
 
     def on_unmount(self) -> None:
-        """Have its events forgotten, unless others read them too."""
-        self._session.leave(self._path)
+        """Release its events, unless others read them too."""
+        self._monitor.leave(self._path)
 
     def draw(self) -> None:
-        """All fields; a run that is gone keeps what was last known of it."""
-        run = self._session.watch.runs.get(self._path)
+        """Draw all fields; those of a run that is gone stay as they were."""
+        run = self._monitor.watch.runs.get(self._path)
         if run is None:
-            self.put("head", Text(f"{telling.shown(str(self._path))}: is gone", style="red"))
+            self.put("head", Text(f"{describe.shown(str(self._path))}: is gone", style="red"))
             return
         width = max(1, self.size.width - 4)
         self.put("head", drawing.head(run, width, time.time()))
-        alerts = [a for a in self._session.alerts() if a.run == str(self._path)]
+        alerts = [a for a in self._monitor.alerts() if a.run == str(self._path)]
         self.put("alerts", drawing.alerts(alerts))
         if not run.is_open:
             self.put("events", Text("reading its events …", style="dim"))
@@ -146,13 +146,13 @@ class RunScreen(Refreshing):
         self._names = drawing.curve_names(history)
         if self._metric not in self._names:
             self._metric = self._names[0] if self._names else ""
-        height = min(_MOST_PLOT, max(_LEAST_PLOT, self.size.height // 3))
+        height = min(_MAX_PLOT, max(_MIN_PLOT, self.size.height // 3))
         curve = drawing.curve(
             history, self._names, self._metric, width, height, self._is_logarithmic
         )
         self.put("plot", curve)
         is_running = run.summary.state == "running"
-        rows = telling.rank_rows(history, is_running, self._looks)
+        rows = describe.rank_rows(history, is_running, self._recent)
         self.put("ranks", drawing.ranks(rows, width, time.time()))
         self.put("causes", drawing.causes(run.causes()))
         self.put("events", drawing.events(history, max(8, self.size.height // 2)))

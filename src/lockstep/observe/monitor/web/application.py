@@ -1,115 +1,98 @@
-"""What can be asked for: the page's files and runs as JSON; and who may ask."""
+"""What the page's server answers: the page's files and runs as JSON, to those who may ask."""
 
 from __future__ import annotations
 
 import ipaddress
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from importlib.resources import files
+from pathlib import Path
 from secrets import compare_digest
 from typing import Any
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import urlencode
 
 import orjson
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.observe.monitor.watch import Watched
-from lockstep.observe.monitor.web.hub import Hub, number_of
-from lockstep.observe.monitor.web.shown import (
-    curves_of,
-    in_list,
-    in_whole,
-    log_names,
-    model_digests,
-    read_log,
-)
+from lockstep.observe.monitor.web import views
+from lockstep.observe.monitor.web.hub import Hub
+from lockstep.observe.monitor.web.server import is_loopback
 from lockstep.observe.reading.differences import config_differences
 from lockstep.observe.reading.runs import chosen
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-_HEADERS = (
-    (b"content-security-policy", _POLICY.encode()),
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-    (b"cross-origin-resource-policy", b"same-origin"),
-    (b"cross-origin-opener-policy", b"same-origin"),
-    (b"cache-control", b"no-store"),
-)
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine can reach a server that listens on `host`."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
+}
 
 
 class Guard:
     """Lets requests through that name a known host and, if there is one, the token.
 
-    A page elsewhere can point a name of its own to this machine (DNS rebinding); such requests
-    name that host. The token comes in the address once, and as a cookie from then on.
+    A foreign page can point a host name of its own to this machine (DNS rebinding); its requests
+    carry that name. The token comes in the address once, and as a cookie from then on.
 
     Args:
-        application: what is guarded.
+        app: the application that is guarded.
         host: address that the server listens on.
-        token: what requests must have; None if nothing.
-        port: of the server, which tells cookies of servers of one machine apart.
+        token: token that requests must have; None if they need none.
+        port: port of the server, which tells the cookies of one machine's servers apart.
     """
 
-    def __init__(self, application: Application, host: str, token: str | None, port: int) -> None:
-        self._application = application
-        self._hosts = {*_LOOPBACK, host.strip("[]").lower()}
-        if not is_loopback(host):
-            self._hosts |= {socket.gethostname().lower(), socket.getfqdn().lower()}
+    # Starlette's `TrustedHostMiddleware` reads no IPv6 addresses, and knows no "any address".
+
+    def __init__(self, app: ASGIApp, host: str, token: str | None, port: int) -> None:
+        self._app = app
+        self._hosts = {"localhost", "127.0.0.1", "::1", host.strip("[]").lower()}
         self._takes_addresses = not is_loopback(host)
+        if self._takes_addresses:
+            self._hosts |= {socket.gethostname().lower(), socket.getfqdn().lower()}
         self._token = token
         self._cookie = f"lockstep_{port}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or have it answered."""
+        """Answer a request, or pass it on."""
         if scope["type"] != "http":
-            await self._application(scope, receive, send)
-            return
-        headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        if not self._is_known(headers.get(b"host", "")):
-            await _refuse(send, 421, "This server does not answer under that name.")
-            return
-        if scope["method"] not in ("GET", "HEAD"):
-            await _refuse(send, 405, "This server can only be read.")
-            return
-        query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-        if self._token is not None and self._is_right(value for k, value in query if k == "token"):
-            rest = urlencode([(key, value) for key, value in query if key != "token"])
-            await self._welcome(send, scope["path"] + (f"?{rest}" if rest else ""))
-            return
-        if self._token is not None and not self._is_right(self._cookies(headers)):
-            await _refuse(send, 403, "Open the address that `lockstep monitor` has printed.")
+            await self._app(scope, receive, send)
             return
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), *_HEADERS]
+                MutableHeaders(scope=message).update(_HEADERS)
             await send(message)
 
-        await self._application(scope, receive, send_with_headers)
+        answer = self._answer(Request(scope)) or self._app
+        await answer(scope, receive, send_with_headers)
+
+    def _answer(self, request: Request) -> Response | None:
+        """The answer to a request that does not get through."""
+        if not self._is_known(request.headers.get("host", "")):
+            return PlainTextResponse("This server does not answer under that name.\n", 421)
+        if request.method not in ("GET", "HEAD"):
+            return PlainTextResponse("This server can only be read.\n", 405)
+        if self._token is None:
+            return None
+        if self._is_right(request.query_params.getlist("token")):
+            return self._welcome(request)
+        if not self._is_right([request.cookies.get(self._cookie, "")]):
+            message = "Open the address that `lockstep monitor` has printed.\n"
+            return PlainTextResponse(message, 403)
+        return None
 
     def _is_known(self, host: str) -> bool:
         name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
@@ -126,51 +109,28 @@ class Guard:
         token = (self._token or "").encode()
         return any(compare_digest(value.encode(errors="replace"), token) for value in given)
 
-    def _cookies(self, headers: MutableMapping[bytes, str]) -> list[str]:
-        # Not http.cookies, which drops all that comes after a cookie that it does not like.
-        from starlette.requests import cookie_parser
-
-        cookies = cookie_parser(headers.get(b"cookie", ""))
-        return [cookies[self._cookie]] if self._cookie in cookies else []
-
-    async def _welcome(self, send: Send, place: str) -> None:
+    def _welcome(self, request: Request) -> Response:
         """Keep the token in a cookie, and take it out of the address."""
+        query = [(key, v) for key, v in request.query_params.multi_items() if key != "token"]
+        # Without more than one slash at the beginning, which would name another host.
+        path = "/" + request.scope["path"].lstrip("/\\")
         cookie = f"{self._cookie}={self._token}; Path=/; HttpOnly; SameSite=Strict"
-        place = "/" + place.lstrip("/\\")
-        headers = [(b"location", place.encode()), (b"set-cookie", cookie.encode()), *_HEADERS]
-        await send({"type": "http.response.start", "status": 303, "headers": headers})
-        await send({"type": "http.response.body", "body": b""})
+        url = f"{path}?{urlencode(query)}" if query else path
+        return RedirectResponse(url, 303, {"set-cookie": cookie})
 
 
-async def _refuse(send: Send, status: int, text: str) -> None:
-    headers = [(b"content-type", b"text/plain; charset=utf-8"), *_HEADERS]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": f"{text}\n".encode()})
-
-
-_KINDS = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
-_FOLDERS = ("", "uplot")
-_MOST_POINTS = 4096
-_MOST_CURVES = 256
-_MOST_COMPARED = 20
+_MEDIA_TYPES = {
+    ".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml",
+}  # fmt: skip
+_MAX_POINTS = 4096
+_MAX_CURVES = 256
+_MAX_COMPARED = 20
 _LAST_STEP = 1 << 62
 
 
 def application(hub: Hub) -> Starlette:
     """The page of a hub's runs."""
     answers = Answers(hub)
-    page = _page_files()
-
-    async def page_file(request: Request) -> Response:
-        found = page.get(request.url.path)
-        if found is None:
-            return Response("not found\n", 404, media_type="text/plain")
-        return Response(found[0], media_type=found[1])
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -180,28 +140,43 @@ def application(hub: Hub) -> Starlette:
 
     return Starlette(
         lifespan=lifespan,
+        exception_handlers={HTTPException: _error},
         routes=[
             Route("/api/runs", answers.runs),
-            Route("/api/runs/{number}", answers.run),
-            Route("/api/runs/{number}/curves", answers.curves),
-            Route("/api/runs/{number}/config", answers.config),
-            Route("/api/runs/{number}/log", answers.log),
+            Route("/api/runs/{id}", answers.run),
+            Route("/api/runs/{id}/curves", answers.curves),
+            Route("/api/runs/{id}/config", answers.config),
+            Route("/api/runs/{id}/log", answers.log),
             Route("/api/differences", answers.differences),
             Route("/api/changes", answers.changes),
-            Route("/{path:path}", page_file),
+            Route("/{path:path}", answers.page_file),
         ],
     )
 
 
 class Answers:
-    """What is answered to requests; sync methods run in threads of their own.
+    """The answers to requests; Starlette runs the methods that are not async in threads.
 
     Args:
-        hub: whose runs they are about.
+        hub: the hub of the runs.
     """
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
+        root = Path(__file__).with_name("page")
+        # All that is ever served of this folder.
+        self._page = {
+            path.relative_to(root).as_posix(): (path.read_bytes(), _MEDIA_TYPES[path.suffix])
+            for path in root.rglob("*.*")
+            if path.suffix in _MEDIA_TYPES
+        }
+
+    def page_file(self, request: Request) -> Response:
+        """A file of the page."""
+        found = self._page.get(request.path_params["path"] or "index.html")
+        if found is None:
+            raise HTTPException(404, "not found")
+        return Response(found[0], media_type=found[1])
 
     def runs(self, request: Request) -> Response:
         """The runs that fulfil conditions, in an order."""
@@ -211,65 +186,58 @@ class Answers:
         try:
             left = chosen([run.summary for run in known], conditions, order)
         except ConfigError as error:
-            return _json({"error": str(error).removeprefix("--where ")}, 400)
-        rows = [in_list(number_of(summary.path), summary) for summary in left]
+            raise HTTPException(400, str(error).removeprefix("--where ")) from None
+        rows = [views.in_list(summary) for summary in left]
         return _json({"boot": self._hub.boot, "total": len(known), "runs": rows})
 
     def run(self, request: Request) -> Response:
         """All of a run but its curves."""
         watched = self._watched(request)
-        if watched is None:
-            return _gone()
         large = self._hub.open(watched.path)
-        digests, calls = model_digests(watched.path), watched.newest_calls()
+        digests, calls = views.model_digests(watched.path), watched.newest_calls()
         with large.lock:
-            shown = in_whole(number_of(watched.path), watched.summary, large, digests, calls)
-        shown["logs"] = log_names(watched.path)
+            shown = views.in_whole(watched.summary, large, digests, calls)
+        shown["logs"] = views.log_names(watched.path)
         return _json(shown)
 
     def curves(self, request: Request) -> Response:
         """Parts of curves, by their numbers in the run's list of names."""
         watched = self._watched(request)
-        if watched is None:
-            return _gone()
         query = request.query_params
         try:
             numbers = [int(text) for text in query.get("curves", "").split(",") if text]
             first, last = int(query.get("first", 0)), int(query.get("last", _LAST_STEP))
-            most = min(_MOST_POINTS, max(2, int(query.get("most", 1000))))
+            most = min(_MAX_POINTS, max(2, int(query.get("most", 1000))))
         except ValueError:
-            return _json({"error": "curves, first, last and most must be whole numbers"}, 400)
+            message = "curves, first, last and most must be whole numbers"
+            raise HTTPException(400, message) from None
         large = self._hub.open(watched.path)
         span = max(-1, min(first, _LAST_STEP)), max(-1, min(last, _LAST_STEP))
-        return _json(curves_of(large, numbers[:_MOST_CURVES], *span, most))
+        return _json(views.curves_of(large, numbers[:_MAX_CURVES], *span, most))
 
     def config(self, request: Request) -> Response:
         """The config of a run, by dotted keys."""
-        watched = self._watched(request)
-        if watched is None:
-            return _gone()
-        return _json({key: str(value) for key, value in watched.summary.config.items()})
+        config = self._watched(request).summary.config
+        return _json({key: str(value) for key, value in config.items()})
 
     def differences(self, request: Request) -> Response:
         """The keys of the config in which some runs differ."""
-        numbers = request.query_params.getlist("run")[:_MOST_COMPARED]
-        found = [run for run in map(self._hub.find, numbers) if run is not None]
+        ids = request.query_params.getlist("run")[:_MAX_COMPARED]
+        found = [run for run in map(self._hub.find, ids) if run is not None]
         differ = config_differences([run.summary.config for run in found])
         keys = {key: [str(value) for value in values] for key, values in differ.items()}
-        return _json({"runs": [number_of(run.path) for run in found], "keys": keys})
+        return _json({"runs": [views.run_id(run.path) for run in found], "keys": keys})
 
     def log(self, request: Request) -> Response:
-        """The end of a file that a run's processes have written, by its number in the list."""
-        watched = self._watched(request)
-        if watched is None:
-            return _gone()
+        """The end of a file that a run's processes have written."""
+        path = self._watched(request).path
         try:
-            return _json(read_log(watched.path, request.query_params.get("name", "")))
+            return _json(views.read_log(path, request.query_params.get("name", "")))
         except LockstepError as error:
-            return _json({"error": str(error)}, 404)
+            raise HTTPException(404, str(error)) from None
 
     async def changes(self, request: Request) -> Response:
-        """A stream of what has changed."""
+        """A stream of changes."""
 
         async def stream() -> AsyncIterator[bytes]:
             yield b"retry: 1000\n\n"
@@ -278,42 +246,30 @@ class Answers:
 
         return StreamingResponse(stream(), media_type="text/event-stream")
 
-    def _watched(self, request: Request) -> Watched | None:
-        return self._hub.find(request.path_params["number"])
+    def _watched(self, request: Request) -> Watched:
+        watched = self._hub.find(request.path_params["id"])
+        if watched is None:
+            raise HTTPException(404, "this run is not there any more")
+        return watched
 
 
-def _gone() -> Response:
-    return _json({"error": "this run is not there any more"}, 404)
+def _error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _json({"error": error.detail}, error.status_code)
 
 
 def _json(value: Any, status: int = 200) -> Response:
-    """As JSON; numbers that are not finite become null."""
+    """A response of JSON; numbers that are not finite become null."""
     try:
         body = orjson.dumps(value)
-    except TypeError:  # text that is no UTF-8, such as a folder's name may be
-        body = json.dumps(_plain(value), allow_nan=False).encode()
+    except TypeError:  # text that is not UTF-8, which the name of a folder may be
+        body = json.dumps(_as_utf8(value), allow_nan=False).encode()
     return Response(body, status, media_type="application/json")
 
 
-def _plain(value: Any) -> Any:
+def _as_utf8(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {key: _as_utf8(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float):
-        return value if value - value == 0.0 else None
+        return [_as_utf8(item) for item in value]
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
-
-
-def _page_files() -> dict[str, tuple[bytes, str]]:
-    """The page's files by their addresses: nothing else is ever read from this folder."""
-    root = files("lockstep.observe.monitor.web").joinpath("page")
-    found: dict[str, tuple[bytes, str]] = {}
-    for folder in _FOLDERS:
-        for file in (root.joinpath(folder) if folder else root).iterdir():
-            suffix = file.name[file.name.rfind(".") :]
-            if suffix in _KINDS:
-                address = "/".join(part for part in ("", folder, file.name) if part or not folder)
-                found["/" + address.lstrip("/")] = file.read_bytes(), _KINDS[suffix]
-    found["/"] = found["/index.html"]
-    return found

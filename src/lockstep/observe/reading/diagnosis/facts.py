@@ -39,6 +39,11 @@ class Cause:
     explains: Sequence[str] = field(default=())
     lost: float | None = None
 
+    @property
+    def headline(self) -> str:
+        """The sentence, with the part of the session that it has cost."""
+        return self.sentence + ("" if self.lost is None else f" ({percent(self.lost)} of the time)")
+
 
 def percent(part: float) -> str:
     """A part as `31 %`."""

@@ -42,6 +42,48 @@ _ADVICE = {
 }
 
 
+_LEAST = 0.15
+"""The least weight of a cause that is reported."""
+
+
+def causes(summary: Summary, history: History, calls: Calls) -> list[Cause]:
+    """What has ended a run or cost it time, the heaviest first; effects of others are left out.
+
+    Args:
+        summary: summary of the run.
+        history: its events.
+        calls: the newest calls of its ranks, as from `calls_of`.
+    """
+    facts = Facts(history, summary.config, summary.state, calls)
+    found = [c for c in (*endings(facts), *slowness(facts)) if c.weight >= _LEAST]
+    explained = {name for cause in found for name in cause.explains}
+    left = [cause for cause in found if cause.name not in explained]
+    return sorted(left, key=lambda cause: cause.weight, reverse=True)
+
+
+def diagnosis_lines(summary: Summary, history: History, found: Sequence[Cause]) -> Iterator[str]:
+    """A diagnosis as text: of each cause the sentence, the evidence and the advice."""
+    if not found:
+        yield healthy(summary, history)
+    for number, cause in enumerate(found):
+        if number:
+            yield ""
+        yield cause.headline
+        yield from (f"  {line}" for line in cause.evidence)
+        yield f"  -> {cause.advice}"
+
+
+def healthy(summary: Summary, history: History) -> str:
+    """The diagnosis of a run without causes."""
+    facts = Facts(history, summary.config, summary.state, Calls())
+    if not facts.workers:
+        return f"nothing to judge by yet: no rank has reported a step (the run is {summary.state})"
+    return (
+        f"nothing stands out: ranks compute for {percent(facts.share('compute_s'))} and exchange "
+        f"for {percent(facts.share('communication_s'))} of the time"
+    )
+
+
 def endings(facts: Facts) -> Iterator[Cause]:
     """What has ended the run, and what has ended ranks of it."""
     end = facts.history.end
@@ -180,47 +222,4 @@ def _losses(facts: Facts, killed: list[RankLost]) -> Cause:
         "look for the out-of-memory killer in `dmesg`; --replace has new processes step in",
         explains=("imbalance",),
         lost=min(1.0, spent / facts.seconds),
-    )
-
-
-_LEAST = 0.15
-"""A cause that weighs less is not worth a word."""
-
-
-def causes(summary: Summary, history: History, calls: Calls) -> list[Cause]:
-    """What has ended a run or cost it time, the heaviest first; effects of others are left out.
-
-    Args:
-        summary: of the run.
-        history: what its events tell.
-        calls: of its ranks, as `calls_of` reads them.
-    """
-    facts = Facts(history, summary.config, summary.state, calls)
-    found = [c for c in (*endings(facts), *slowness(facts)) if c.weight >= _LEAST]
-    explained = {name for cause in found for name in cause.explains}
-    left = [cause for cause in found if cause.name not in explained]
-    return sorted(left, key=lambda cause: cause.weight, reverse=True)
-
-
-def told(summary: Summary, history: History, found: Sequence[Cause]) -> Iterator[str]:
-    """Lines for people: the sentence first, the evidence after it."""
-    if not found:
-        yield _healthy(summary, history)
-        return
-    for number, cause in enumerate(found):
-        cost = "" if cause.lost is None else f" ({percent(cause.lost)} of the time)"
-        yield f"{cause.sentence}{cost}"
-        yield from (f"  {line}" for line in cause.evidence)
-        yield f"  -> {cause.advice}"
-        if number < len(found) - 1:
-            yield ""
-
-
-def _healthy(summary: Summary, history: History) -> str:
-    facts = Facts(history, summary.config, summary.state, Calls())
-    if not facts.workers:
-        return f"nothing to judge by yet: no rank has reported a step (the run is {summary.state})"
-    return (
-        f"nothing stands out: ranks compute for {percent(facts.share('compute_s'))} and exchange "
-        f"for {percent(facts.share('communication_s'))} of the time"
     )

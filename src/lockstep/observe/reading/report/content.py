@@ -25,7 +25,7 @@ from lockstep.errors import CheckpointError, TaskError
 from lockstep.observe import text
 from lockstep.observe.figures import new_figure, pictures
 from lockstep.observe.reading.diagnosis.facts import calls_of
-from lockstep.observe.reading.diagnosis.verdict import causes, told
+from lockstep.observe.reading.diagnosis.verdict import causes, diagnosis_lines
 from lockstep.observe.reading.differences import (
     config_differences,
     cost_of_run,
@@ -220,7 +220,7 @@ def _side_by_side(
 def _details(summary: Summary, history: History, level: int) -> Iterator[Block]:
     yield Heading("Diagnosis", level)
     found = causes(summary, history, calls_of(summary))
-    yield Listing(list(told(summary, history, found)))
+    yield Listing(list(diagnosis_lines(summary, history, found)))
     if history.processes:
         yield Heading("Processes", level)
         yield Grid(
