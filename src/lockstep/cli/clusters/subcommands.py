@@ -1,4 +1,4 @@
-"""Subcommands about machines: SLURM scripts, what is missing here, and what messages cost."""
+"""Subcommands about machines: SLURM scripts, checks, and the cost of communication and of steps."""
 
 from __future__ import annotations
 

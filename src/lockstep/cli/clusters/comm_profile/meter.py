@@ -143,7 +143,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Timed:
-    """What a rank does to have a call timed; by default nothing, while others do.
+    """A rank's part in a timed call; by default nothing, while other ranks take part.
 
     Attributes:
         call: what is timed.
@@ -159,10 +159,10 @@ class Timed:
 class Meter:
     """Times calls; all ranks make the same ones.
 
-    How often is decided from what all ranks know of each other, so they decide alike.
+    The number of calls depends only on times that all ranks know, so all make the same number.
 
     Args:
-        world: transport of all ranks; those that take no part in a call wait in it.
+        world: transport of all ranks; ranks that take no part in a call wait in it.
         device: device that tensors are on.
 
     Attributes:
@@ -185,7 +185,7 @@ class Meter:
         began_s = self.elapsed_s
         estimate_s = self._block(timed, 1)[0]
         if estimate_s < _SHORT_S:
-            # The least, which no other process has made longer.
+            # The least, which other processes have disturbed least.
             estimate_s = min(self._block(timed, _MORE_WARM_UPS))
         seconds: list[float] = []
         while True:
