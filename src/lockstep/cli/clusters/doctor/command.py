@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -211,8 +212,13 @@ def run_doctor(
         timeout_s: seconds that each of the programs started may take.
         on_check: function that is called with each check as soon as it is done.
     """
+    looks = local_checks(ranks, run_dir or Path.cwd(), os.environ)
+    checks = chain(
+        (look() for look in looks), mpi_checks(ranks, timeout_s), gloo_checks(ranks, timeout_s),
+        srun_checks(ranks, timeout_s, os.environ), gpu_checks(ranks, timeout_s),
+    )  # fmt: skip
     done = []
-    for check in _checks(ranks, run_dir or Path.cwd(), timeout_s):
+    for check in checks:
         done.append(check)
         if on_check:
             on_check(check)
@@ -233,12 +239,3 @@ def render(checks: Sequence[Check]) -> Table:
             detail.append(f"\nfix: {check.fix}", style="yellow" if check.status == "fail" else "")
         table.add_row(check.name, Text(check.status, style=_STYLES[check.status]), detail)
     return table
-
-
-def _checks(ranks: int, run_dir: Path, timeout_s: float) -> Iterator[Check]:
-    for look in local_checks(ranks, run_dir, os.environ):
-        yield look()
-    yield from mpi_checks(ranks, timeout_s)
-    yield from gloo_checks(ranks, timeout_s)
-    yield from srun_checks(ranks, timeout_s, os.environ)
-    yield from gpu_checks(ranks, timeout_s)

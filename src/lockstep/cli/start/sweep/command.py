@@ -102,15 +102,13 @@ def plan(target: str, items: Sequence[str], folder: Path | None) -> Plan:
                 other = points.points[configs.index(config)].name
                 raise ConfigError(f"{point.name}: is the same config as {other}; leave one out")
             configs.append(config)
-        points = replace(points, points=tuple(map(_with_weights, points.points, configs)))
+        # Points that start from another run name its exact weights.
+        pairs = zip(points.points, configs, strict=True)
+        exact = (replace(p, items=(*p.items, *items_of(c.weights_from))) for p, c in pairs)
+        points = replace(points, points=tuple(exact))
     made = Plan(where, points, tuple(configs), folder)
     _check_folder(made)
     return made
-
-
-def _with_weights(point: Point, config: TrainConfig) -> Point:
-    """A point with the exact weights of another run that it starts from, if it does."""
-    return replace(point, items=(*point.items, *items_of(config.weights_from)))
 
 
 def sweep(target: str, items: Sequence[str], options: Options) -> int:
