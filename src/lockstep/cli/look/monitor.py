@@ -41,8 +41,8 @@ class Options:
         folders: run directories, or folders with such; empty for `runs`.
         web: whether to serve the page.
         host: address that the page and the exporter listen at; None for loopback.
-        port: of the page; None for the usual one.
-        token: that the page asks for; None for none, or for a new one where it is needed.
+        port: port of the page; None for the default one.
+        token: token that the page requires; None for none, or for a new one where it is needed.
         prometheus: port of the exporter; None for none.
         alerts: file of rules; None for none.
         check: whether only to show what the rules would watch.

@@ -67,7 +67,7 @@ def diagnose(run_dir: Path, as_json: bool, flight: Path | None = None) -> list[s
 
     Raises:
         RunDirectoryError: it cannot be read.
-        DataError: calls are asked for, and there are none, or of too many ranks, or a file of them
+        DataError: calls are requested, and there are none, or of too many ranks, or a file of them
             is damaged.
         ConfigError: the folder for them cannot be used.
     """

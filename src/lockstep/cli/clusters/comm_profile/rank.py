@@ -92,7 +92,7 @@ def measured(
 ) -> Profile:
     """The profile, on all ranks; each of them calls this.
 
-    A rank that fails alone ends the others with it, as far as its transport can.
+    A rank that fails alone ends the others too, if its transport can do that.
 
     Args:
         request: measurements to make.
