@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from lockstep.engine.audit.hidden_state import hidden_state
 
 Change = Callable[[Any], object]

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lockstep.engine.audit.hidden_state import held_generators, hidden_state
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import lockstep as ls
 from lockstep.comm.transport import LocalTransport
 from lockstep.engine.assembly import Parts, assemble
+from lockstep.engine.audit.hidden_state import held_generators, hidden_state
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import TaskError

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from lockstep.config.files import read_text, replacing
 from lockstep.config.parsing import flattened, parse_json, parse_object, parse_yaml, shown
 from lockstep.errors import ConfigError, LockstepError, RunDirectoryError
-from lockstep.observe import Measured, StepCost, cost_of, event_from_row, read_result
 from lockstep.observe.reading.follow import (
     EVENTS,
     IDENTITY,
@@ -26,6 +25,9 @@ from lockstep.observe.reading.follow import (
     rows_at_both_ends,
 )
 from lockstep.observe.showing.live import Pace
+from lockstep.observe.step_costs import Measured, StepCost
+from lockstep.observe.storing.result import cost_of, read_result
+from lockstep.observe.storing.rows import event_from_row
 
 TAGS = "tags.json"
 _WORD = re.compile(r"[^\s,=<>!~\x00-\x1f\x7f-\x9f]{1,64}")

@@ -21,7 +21,7 @@ from lockstep.errors import ConfigError
 from lockstep.observe import text
 from lockstep.observe.monitor import describe
 from lockstep.observe.monitor.terminal.run_screen import Refreshing, RunScreen
-from lockstep.observe.monitor.watch import MonitorThread, Monitor
+from lockstep.observe.monitor.watch import Monitor, MonitorThread
 from lockstep.observe.reading.listing import Summary, is_run
 from lockstep.observe.reading.runs import chosen
 

@@ -14,9 +14,9 @@ import numpy as np
 from lockstep.config.files import MAX_TEXT_BYTES, open_to_read
 from lockstep.engine.events import Evaluated, Event, Logged, RunStarted, StepDone
 from lockstep.errors import RunDirectoryError
-from lockstep.observe import event_from_row
 from lockstep.observe.reading.history import step_values
 from lockstep.observe.reading.large.envelopes import Envelope, Row, joined, of_points
+from lockstep.observe.storing.rows import event_from_row
 
 Parse = Callable[[bytes], Any]
 _TRAINING = "training"

@@ -14,7 +14,7 @@ from typing import BinaryIO
 from lockstep.config.files import MAX_TEXT_BYTES, open_to_read
 from lockstep.config.parsing import parse_object
 from lockstep.engine.events import StepDone
-from lockstep.observe.reading.follow import EVENTS, is_continued
+from lockstep.observe.reading.follow import EVENTS, EventLines, too_long
 from lockstep.observe.reading.history import History
 from lockstep.observe.reading.large.envelopes import MOST_CURVES, Envelope, Row, Sheet, merged
 from lockstep.observe.reading.large.rows import (
@@ -69,12 +69,11 @@ class LargeRun:
     def _forget(self) -> None:
         self.history = History(_Cutter(self))
         self.generation += 1
-        self.offset = self.size = self.num_rows = 0
+        self.size = self.num_rows = 0
         self.names: list[str] = []
         self.newest: StepDone | None = None
         self.problem = ""
-        self._file_number, self._newest_line = 0, b""
-        self._is_within = False  # a row that is too long, of which a part has been read
+        self._lines = EventLines()
         self._sheets: dict[str, Sheet] = {}
         self._sampled: dict[str, Sheet] = {}
         self._room, self._room_of_sample = Room(), Room()
@@ -88,8 +87,13 @@ class LargeRun:
         return self._is_at_end
 
     @property
+    def offset(self) -> int:
+        """The number of bytes that have been read."""
+        return self._lines.offset
+
+    @property
     def num_bytes(self) -> int:
-        """Memory of the curves."""
+        """The memory of the curves in bytes."""
         return sum(sheet.num_bytes for sheet in self._all_sheets())
 
     @property
@@ -134,7 +138,7 @@ class LargeRun:
             They. If `generation` is another one than before, of the file that was replaced.
         """
         with self.lock:
-            generation, file_number = self.generation, self._file_number
+            generation, file_number = self.generation, self._lines.file_number
             coarse: Ranges = {}
             parts = [list(self._parts(name, first, last, most, coarse)) for name in names]
         coarse = closest(coarse, _MOST_READ_AGAIN)
@@ -176,12 +180,10 @@ class LargeRun:
     def _look(self, file: BinaryIO) -> None:
         """Begin anew if it is another file than the one that was read."""
         status = os.fstat(file.fileno())
-        is_same = status.st_ino == self._file_number
-        is_same = is_same and is_continued(file, self.offset, self._newest_line)
-        if not is_same:
-            if self._file_number:
+        if not self._lines.are_in(file):
+            if self._lines.file_number:
                 self._forget()
-            self._file_number = status.st_ino
+            self._lines = EventLines(status.st_ino)
         self.size = status.st_size
         self.problem = ""
         if not self._is_sampled:
@@ -191,32 +193,25 @@ class LargeRun:
 
     def _read(self, file: BinaryIO, deadline: float) -> bool:
         before, was_at_end = self.offset, self._is_at_end
-        file.seek(self.offset)
         self._is_at_end = False
-        while time.monotonic() < deadline:
-            line = file.readline(MAX_TEXT_BYTES)
-            if not line.endswith(b"\n") and len(line) < MAX_TEXT_BYTES:
-                # A last line that is not yet whole is read next time.
-                self._is_at_end = True
-                self._sampled.clear()
+        for start, line in self._lines.read(file):
+            self._take(start, line)
+            if time.monotonic() >= deadline:
                 break
-            self._take(line)
-            self.offset += len(line)
-            self._newest_line = line
+        else:
+            self._is_at_end = True
+            self._sampled.clear()
         self._list_names()
         return self.offset != before or self._is_at_end != was_at_end
 
-    def _take(self, line: bytes) -> None:
-        is_rest, self._is_within = self._is_within, not line.endswith(b"\n")
-        if is_rest:
-            return
+    def _take(self, start: int, line: bytes | None) -> None:
         self.num_rows += 1
         try:
-            if self._is_within:
-                raise ValueError(f"a row of more than {MAX_TEXT_BYTES:,} bytes is left out")
-            taken = self._taker.take(line, self.offset)
+            if line is None:
+                raise ValueError(too_long())
+            taken = self._taker.take(line, start)
         except ValueError as error:
-            self._add_problem(str(error))
+            self._add_problem(start, str(error))
             return
         self.history.add_event(without_arrays(taken.event), taken.time)
         if isinstance(taken.event, StepDone):
@@ -227,16 +222,17 @@ class LargeRun:
         if sheet is None:
             if not self._room.take(taken.sheet):
                 if problem := self._room.problem(taken.sheet):
-                    self._add_problem(problem)
+                    self._add_problem(start, problem)
                 return
             sheet = self._sheets[taken.sheet] = Sheet(partial(self._survivors, taken.sheet))
         was_dropped = sheet.dropped
         sheet.add(taken.row)
         if sheet.dropped and not was_dropped:
-            self._add_problem(f"more than {MOST_CURVES:,} metrics: the further ones are left out")
+            problem = f"more than {MOST_CURVES:,} metrics: the further ones are left out"
+            self._add_problem(start, problem)
 
-    def _add_problem(self, problem: str) -> None:
-        self.history.add_problem(f"{EVENTS}: byte {self.offset:,}: {problem}")
+    def _add_problem(self, start: int, problem: str) -> None:
+        self.history.add_problem(f"{EVENTS}: byte {start:,}: {problem}")
 
     def _list_names(self) -> None:
         for sheet in self._all_sheets():
@@ -272,7 +268,7 @@ class LargeRun:
 
     def _survivors(self, sheet: str, start: int, end: int, last: int) -> Iterable[Row]:
         part = {sheet: (start, end)}
-        rows = read_again(self._events, self._file_number, self._taker, part)
+        rows = read_again(self._events, self._lines.file_number, self._taker, part)
         return [row for row in rows.get(sheet, ()) if row.step <= last]
 
 
