@@ -6,7 +6,7 @@ BIN := .venv/bin
 # Compiled afterwards, on all cores.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: venv train test test-docs test-fuzz test-campaigns test-slow test-slurm test-slurm-slow lint types docs docs-tables docs-pictures docs-screens bench clean
+.PHONY: venv train test test-docs test-fuzz test-campaigns test-slow test-slurm test-slurm-slow lint types docs docs-tables docs-pictures docs-run docs-screens bench clean
 
 venv: .venv/.installed
 
@@ -70,6 +70,10 @@ docs-tables: venv
 # The pictures of docs/architecture.md, from the import graph and the page's own listings.
 docs-pictures: venv
 	$(BIN)/python docs/pictures.py
+
+# The picture of README.md: a run that loses a rank, trained for it.
+docs-run: venv
+	$(BIN)/python docs/run_picture.py
 
 # Pictures of the monitor's page, by the system's Chromium.
 docs-screens: venv

@@ -29,6 +29,8 @@ _QUIET = 0.5
 
 Over = Literal["mpi", "gloo"]
 
+SHOWN = ("1KB", "64KB", "1MB", "16MB")
+"""Sizes that the page has rows of."""
 COUNTERPARTS: dict[Over, tuple[tuple[Layer, str, str], ...]] = {
     "mpi": (
         ("lockstep", "message", "message"),
@@ -93,14 +95,10 @@ def compared(over: Over, sizes: tuple[int, ...], rounds: int, seconds: float) ->
     how = "mpi4py and NumPy arrays" if over == "mpi" else "`torch.distributed` under torchrun"
     section = Section(
         f"Over {over}",
-        f"Medians of the times of single calls, each that of its slowest rank, on {NUM_RANKS} "
-        f"ranks of one host: `lockstep comm-profile` beside loops that use nothing of Lockstep "
-        f"(`benchmarks/comm_loops.py`: {how}; ping-pong as `osu_latency`, collectives with a "
-        "barrier before each call as `osu_allreduce`). Small sizes show what a call of the "
-        "engine's transport costs in Python, some microseconds beside MPI's one or two. Over MPI, "
-        "`torch/all_reduce` goes through Lockstep's backend of `torch.distributed`, the loop "
-        "straight to MPI. Over gloo, `lockstep/all_gather` of up to 1.25 MiB goes through memory "
-        "that ranks of a host share, the loop through sockets.",
+        f"Medians of single calls on {NUM_RANKS} ranks of one host, each the time of its slowest "
+        f"rank, beside loops without Lockstep (`benchmarks/comm_loops.py`: {how}; ping-pong as "
+        "`osu_latency`, collectives as `osu_allreduce`). The file with raw numbers has more sizes. "
+        "Over gloo, `lockstep/all_gather` of up to 1.25 MiB uses shared memory, the loop sockets.",
         ("operation", "size", "comm-profile", "loop", "comm-profile / loop"),
         raw=dict(results),
     )
@@ -116,10 +114,11 @@ def compared(over: Over, sizes: tuple[int, ...], rounds: int, seconds: float) ->
             key = f"{layer}/{name}"
             if size >= FROM_BYTES and (over, key) not in OTHER_WAYS:
                 worst.setdefault(key, []).append(quotient.median)
-            section.rows.append(
-                (key, size_text(size), duration(Spread.of(mine)),
-                 duration(Spread.of(theirs)), ratio(quotient))
-            )  # fmt: skip
+            if size_text(size) in SHOWN:
+                section.rows.append(
+                    (key, size_text(size), duration(Spread.of(mine)),
+                     duration(Spread.of(theirs)), ratio(quotient))
+                )  # fmt: skip
     for key, quotients in worst.items():
         middle = statistics.median(quotients)
         section.at_most(

@@ -31,11 +31,6 @@ from processes import Failed, Program, Result, Spread, measured
 DOCS = Path(__file__).parent.parent / "docs" / "benchmarks"
 _LOCKSTEP = (sys.executable, "-m", "lockstep")
 _TIMEOUT_S = 120
-_METHOD = (
-    "Programs that are compared run in turn (A B A B …), never two at once. A cell shows the "
-    "median of the rounds and in brackets the least and the greatest one. Ratios are taken within "
-    "a round, then their median."
-)
 
 
 @dataclass(frozen=True)
@@ -98,7 +93,7 @@ def main() -> None:
         sys.exit("torch sees no GPU: run it where there is one, or with --dry-run")
     facts = _facts(device)
     sections = [_same_bits(device, args.dry_run), _speed(device, args.rounds, args.dry_run)]
-    text = page("On a GPU", "gpu", facts, sections, _METHOD)
+    text = page("On a GPU", "gpu", facts, sections)
     print(text)
     if not args.dry_run:
         write(DOCS, "gpu", text, facts, sections)

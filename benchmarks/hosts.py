@@ -55,6 +55,8 @@ def section_of(launcher: Launcher, shapes: Sequence[str], quick: bool) -> Sectio
         ("network", "parameters", "microbatches", "bytes, flat", "bytes, hierarchical", "of flat",
          "of the least", "sum, flat", "sum, hierarchical", "faster"),
     )  # fmt: skip
+    parts: list[float] = []
+    same: list[bool] = []
     for shape in shapes:
         found = measured(launcher, shape, quick)
         section.raw[shape] = found
@@ -76,12 +78,11 @@ def section_of(launcher: Launcher, shapes: Sequence[str], quick: bool) -> Sectio
                     ratio(Spread.of_ratios(flat["seconds"], by_host["seconds"])),
                 )
             )
-            what = (
-                f"{shape}, {case['parameters']:,} parameters, {case['microbatches']} microbatches"
-            )
-            section.at_most(f"bytes over flat ≤ 0.5, {what}", f"{part:.3f}", part <= 0.5)
-            same = flat["sum"] == by_host["sum"]
-            section.at_most(f"one sum, {what}", "the same" if same else "another one", same)
+            parts.append(part)
+            same.append(flat["sum"] == by_host["sum"])
+    few = sum(part <= 0.5 for part in parts)
+    section.at_most("bytes over flat ≤ 0.5", f"{few} of {len(parts)} rows", few == len(parts))
+    section.at_most("one sum", f"{sum(same)} of {len(same)} rows", all(same))
     return section
 
 
@@ -149,17 +150,14 @@ def on_hosts(
 
 
 _METHOD = (
-    "A sum is what a step does with gradients, without computing them: `flat` with messages of "
-    "every rank to every other one, `hierarchical` first inside hosts. Both take turns in one run. "
-    "A cell shows the median of the repeats, each a mean on the slowest rank, and in brackets the "
-    "least and the greatest. Bytes are those that all hosts send in a sum by their interfaces, "
-    "with all headers and acknowledgements, the least of the repeats. With one node of the tree "
-    "for each host no sum of a gradient of P bytes over H hosts takes fewer than 2 P (H - 1) "
-    "between them: the least. Gradients of less than a megabyte travel whole, once to each other "
-    "host, and so do more nodes (20 microbatches) that a host cannot add up: more bytes, fewer "
-    "messages. Of large gradients gloo gathers the sums in a ring, in which every other message "
-    "stays on its host: flat that is 9.5 P here, where MPI moves 12 P, so that the least is 0.63 "
-    "of it."
+    "The time of the sum of gradients alone: `flat` with messages between all ranks, "
+    "`hierarchical` first inside hosts. Times are medians of the repeats on the slowest rank. "
+    "Bytes are those on all hosts' interfaces, headers included, the least of the repeats. `of the "
+    "least`: over "
+    "2 P (H - 1), which a gradient of P bytes needs over H hosts with one sum from each. Gradients "
+    "under a megabyte travel whole: more bytes, fewer messages. On gloo, large gradients use a "
+    "ring in which every other message stays on its host, so `flat` needs 9.5 P here (12 P over "
+    "MPI), and 0.63 of it is the least."
 )
 
 

@@ -77,7 +77,7 @@ def use(flat: FlatTensors, num_microbatches: int, world_size: int, rank: int) ->
         reduction = OrderedReduction(
             RemoteTensor(rank, world_size),
             flat.segments,
-            flat.places,
+            flat.specs,
             num_scalars=2,
             num_header=6,
             num_microbatches=num_microbatches,

@@ -64,19 +64,19 @@ class Section:
         self.verdicts.append(f"- Target {target}: {found} → **{'met' if met else 'missed'}**")
 
 
-_IN_TURN = (
-    "Programs that are compared run in turn (A B C A B C …), never two at once, with one thread a "
-    "rank. A cell shows the median of the rounds (each the median of its repeats) and in brackets "
-    "the least and the greatest round. Ratios are taken within a round, then their median."
-)
+_SHOWN_ELSEWHERE = {
+    "date", "command", "CPU", "system", "load before", "took", "Python", "lockstep-train", "numpy",
+    "cores",
+}  # fmt: skip
+"""Facts with a place of their own, or that only the file with raw numbers has."""
 
 
 def page(
     title: str,
     stem: str,
-    facts: dict[str, str],
+    facts: Mapping[str, str],
     sections: Sequence[Section],
-    method: str = _IN_TURN,
+    method: str = "",
 ) -> str:
     """The whole page.
 
@@ -85,18 +85,15 @@ def page(
         stem: what the name of the file with raw numbers beside it begins with.
         facts: what the numbers depend on, by name.
         sections: of the page.
-        method: how was measured, and how to read the cells.
+        method: how was measured, and how to read the cells, where `docs/benchmarks/index.md` does
+            not say it.
     """
-    head = [
-        f"# {title}",
-        "",
-        f"Raw numbers are in `{stem}.json`. {method}",
-        "",
-        "| | |",
-        "| --- | --- |",
-        *(f"| {name} | {value} |" for name, value in facts.items()),
-        "",
-    ]
+    with_what = ", ".join(f"{k} {v}" for k, v in facts.items() if k not in _SHOWN_ELSEWHERE)
+    measured = (
+        f"Measured {facts['date']} by {facts['command']} on {facts['CPU']}, with {with_what}."
+    )
+    more = f"[How to read this](index.md#how-to-read-them). Raw numbers: `{stem}.json`."
+    head = [f"# {title}", "", f"{measured} {more}", "", *([method, ""] if method else [])]
     return "\n".join([*head, *(section.markdown() for section in sections)])
 
 

@@ -24,7 +24,7 @@ from lockstep.systems.quantum.simulation.measure import PauliSum
 from lockstep.systems.quantum.simulation.statevector import Simulator
 from lockstep.systems.quantum.task import Quantum
 from lockstep.systems.quantum.transformer.closed_form import loss
-from page import Section, command, duration, ratio, write
+from page import Section, command, duration, page, ratio, write
 from peers.lightning_circuits import gradient as lightning
 from processes import HERE, Program, Spread, alternate
 from run import DOCS, machine
@@ -239,19 +239,8 @@ def step_s(num_ranks: int, target: str, keys: Sequence[str], steps: int, folder:
 
 
 def written(facts: Mapping[str, str], sections: list[Section]) -> str:
-    head = [
-        "# Benchmarks of the quantum simulator",
-        "",
-        "Made by `benchmarks/quantum.py`; raw numbers are in `quantum.json`. What is compared runs "
-        "in turn in one process with one thread. A cell shows the median of the rounds and in "
-        "brackets the least and the greatest.",
-        "",
-        "| | |",
-        "| --- | --- |",
-        *(f"| {name} | {value} |" for name, value in facts.items()),
-        "",
-    ]
-    return "\n".join([*head, *(section.markdown() for section in sections)])
+    method = "All in one process with one thread."
+    return page("Benchmarks of the quantum simulator", "quantum", facts, sections, method)
 
 
 if __name__ == "__main__":

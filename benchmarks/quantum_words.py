@@ -81,7 +81,7 @@ METHOD = (
 def section(found: dict[str, list[Score]], seconds: dict[str, list[float]]) -> Section:
     made = Section(
         "Next words of held-out sentences",
-        "4,000 training sentences and 500 others of the grammar of `recipes/quantum/grammar.py`, "
+        "4,000 training sentences and 500 others of the grammar of `systems/quantum/language.py`, "
         "64 words. 40 epochs of Adam for each model, with `examples/quantum_words.yaml` but for "
         "what the row says. `as specified` is the default model: d = 4, L = 1, word_scale=0.1, "
         "position_scale=1. The others have d = 32, L = 3, word_scale=1, position_scale=0.3; their "

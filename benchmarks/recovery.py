@@ -8,7 +8,7 @@ import statistics
 from dataclasses import asdict
 from typing import Any
 
-from page import Section, command, duration, write
+from page import Section, command, duration, page, write
 from processes import Spread
 from recovery_runs import (
     TORCHFT_JOIN_MS,
@@ -43,9 +43,7 @@ def main() -> None:
         _buddies(args.rounds),
     ]
     facts["command"] = command("recovery")
-    head = ["# Benchmark of recovery", "", "Made by `benchmarks/recovery.py`.", "", "| | |"]
-    table = ["| --- | --- |", *(f"| {k} | {v} |" for k, v in facts.items()), ""]
-    text = "\n".join([*head, *table, *(section.markdown() for section in sections)])
+    text = page("Benchmark of recovery", "recovery", facts, sections)
     write(DOCS, "recovery", text, facts, sections)
     print(text)
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.cli.prove.chaos.plan import Blow
+from lockstep.cli.prove.chaos.plan import Incident
 from lockstep.cli.prove.chaos.verdict import effect_of
 from lockstep.engine.faults import Moment, PlannedFault, to_env
 from lockstep.launching.front import Session
@@ -71,7 +71,7 @@ def lost(
     )
     overrides = [f"steps={STEPS}", *(["hang_timeout_s=1"] if kind == "stop" else [])]
     rows, strikes, sha256 = train(launcher, num_ranks, overrides, [fault])
-    effect = effect_of(Blow(fault.kind, fault.step, (fault,)), strikes, rows)
+    effect = effect_of(Incident(fault.kind, fault.step, (fault,)), strikes, rows)
     steps = [r["seconds"] for r in rows if r["event"] == "StepDone" and r["step"] < fault.step]
     print(launcher, num_ranks, fault, effect.resumed_s, file=sys.stderr)
     return {

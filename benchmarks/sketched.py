@@ -20,7 +20,7 @@ from lockstep.config import override
 from lockstep.sketch import SKLinear, cqrrpt, rsvd
 from lockstep.systems.sketched.config import SketchedConfig
 from lockstep.systems.sketched.task import Sketched
-from page import Section, command, write
+from page import Section, command, page, write
 from run import DOCS, machine
 from sketched_layers import attention_works, fastest, linear_works
 
@@ -280,18 +280,8 @@ def shown(seconds: float) -> str:
 
 
 def written(facts: dict[str, str], sections: list[Section]) -> str:
-    head = [
-        "# Benchmarks of sketched layers",
-        "",
-        "Made by `benchmarks/sketched.py`; raw numbers are in `sketched.json`. What is compared "
-        "runs in turn in one process with one thread; a time is the least CPU time of all rounds.",
-        "",
-        "| | |",
-        "| --- | --- |",
-        *(f"| {name} | {value} |" for name, value in facts.items()),
-        "",
-    ]
-    return "\n".join([*head, *(section.markdown() for section in sections)])
+    method = "All in one process with one thread. A time is the least CPU time of all rounds."
+    return page("Benchmarks of sketched layers", "sketched", facts, sections, method)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Draws the pictures of docs/architecture.md: `make docs-pictures`.
 
 `house.svg` has the floors of the import contract in pyproject.toml, the rooms of the source tree,
-and which floors each one imports, from the import graph. `step.svg` and `kill.svg` have the calls
-that the page lists, each in the column of the room that its file is in; a name that the code does
-not have is an error.
+and which floors each one imports, from the import graph. `step.svg`, `kill.svg` and `save.svg` have
+the calls that the page lists, each in the column of the room that its file is in; a name that the
+code does not have is an error.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ FOLDER = ROOT / "docs" / "pictures"
 WALKS = {
     "step": "One step, from sampler to optimizer",
     "kill": "One kill, from the loss to the next step",
+    "save": "One checkpoint, from the step to the disk",
 }
 """The section of the page whose listing is drawn, by picture."""
 
 _ROOMS = (
-    "front", "engine/recovery", "engine/run", "engine/hooks", "engine/evaluation",
+    "launching", "engine/recovery", "engine/run", "engine", "engine/evaluation", "engine/audit",
     "engine/checkpoint", "engine/snapshot", "engine/step", "engine/optimizer", "engine/passes",
     "engine/tables", "engine/carry", "data", "parallel", "comm",
 )  # fmt: skip
@@ -82,8 +83,8 @@ class Call(NamedTuple):
 
     @property
     def room(self) -> str:
-        """The folder or module at the top, and for the engine the folder in it."""
-        parts = self.path.removesuffix(".py").split("/")
+        """The room, and for the engine the folder in it."""
+        parts = self.path.split("/")
         return "/".join(parts[: 2 if parts[0] == "engine" and len(parts) > 2 else 1])
 
 

@@ -1,7 +1,8 @@
 """The size and the words of the house: `python -m tests.house`; limits are in `pyproject.toml`.
 
-Prints modules, lines of code of each room, the smallest and the longest files, comments in the hot
-path, and words that the project has given up. Ends with code 1 if a limit is passed.
+Prints modules and lines of code of each room, the smallest and the longest files, comments in the
+hot path, and words that are not the house's (`tests/test_terms.py`). Ends with code 1 if a limit is
+passed.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+from tests import test_terms
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "lockstep"
@@ -76,25 +80,10 @@ def modules() -> list[Module]:
     return [module(path) for path in sorted(SOURCE.rglob("*.py"))]
 
 
-def words_that_came_back(words: dict[str, str]) -> Iterator[str]:
-    """Uses of words that were given up, as `path:line: word (say: …)`.
-
-    Args:
-        words: what to say instead, by a pattern of a word, which also stands within names.
-    """
-    patterns = {w: re.compile(rf"(?<![A-Za-z]){w}(?![a-z])", re.IGNORECASE) for w in words}
-    for path in sorted([*SOURCE.rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]):
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            for word, pattern in patterns.items():
-                if found := pattern.search(line.replace("_", " ")):
-                    where = f"{path.relative_to(ROOT)}:{number}"
-                    yield f"{where}: {found.group()} (say: {words[word]})"
-
-
-def limits() -> dict[str, object]:
+def limits() -> dict[str, Any]:
     """`[tool.lockstep.house]` of `pyproject.toml`."""
     with (ROOT / "pyproject.toml").open("rb") as file:
-        found: dict[str, object] = tomllib.load(file)["tool"]["lockstep"]["house"]
+        found: dict[str, Any] = tomllib.load(file)["tool"]["lockstep"]["house"]
     return found
 
 
@@ -120,7 +109,7 @@ def problems() -> list[str]:
         found.append(f"comments in 100 lines of the hot path: {per_100:.1f}")
     if unknown := rooms - set(limit["rooms"]):
         found.append(f"rooms that docs/architecture.md does not have: {', '.join(sorted(unknown))}")
-    return found + list(words_that_came_back(limit["words"]))
+    return found + [p for path in test_terms.files() for p in test_terms.problems(path)]
 
 
 def _num_lines(found: Module) -> int:

@@ -1,4 +1,4 @@
-"""The code on the pages of the documentation that a reader types, page by page."""
+"""The code that a reader types, on the pages of the documentation and in the README."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted(
-    str(page.relative_to(DOCS))
-    for folder in ("start", "tutorials", "how-to")
-    for page in (DOCS / folder).glob("*.md")
-    if "```sh" in page.read_text(encoding="utf-8")
-)
+PAGES = [
+    "../README.md",
+    *sorted(
+        str(page.relative_to(DOCS))
+        for folder in ("start", "tutorials", "how-to")
+        for page in (DOCS / folder).glob("*.md")
+        if "```sh" in page.read_text(encoding="utf-8")
+    ),
+]
+"""Paths from `docs/`."""
 BLOCK = re.compile(
     r"(?P<skip><!-- not run: [^\n]+ -->\n)?"
     r"^```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<code>.*?)^```$",

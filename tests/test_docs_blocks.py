@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -68,6 +69,12 @@ def test_links_of_the_readme_lead_somewhere() -> None:
             assert "://" in target or (ROOT / target).exists(), f"{page.name}: {target}"
 
 
-def test_the_readme_shows_the_example() -> None:
+def test_the_readme_shows_the_example_and_a_run() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert (ROOT / "examples" / "digits.py").read_text(encoding="utf-8") in readme
+    (picture,) = re.findall(r"!\[[^\]]+\]\((\S+)\)", readme)
+    shown = "".join(ElementTree.parse(ROOT / picture).getroot().itertext())
+    assert "killed (SIGKILL)" in shown
+    (digest,) = {*re.findall(r"SHA-256 (\w+)", shown)}  # of both runs
+    assert len(digest) == 40
+    assert len(readme.split()) <= 700

@@ -30,7 +30,7 @@ def test_the_pictures_are_up_to_date(pictures: ModuleType) -> None:
 
 def test_each_picture_is_well_formed_and_used(pictures: ModuleType) -> None:
     page = pictures.PAGE.read_text(encoding="utf-8")
-    for name in ("house.svg", "step.svg", "kill.svg"):
+    for name in ("house.svg", "step.svg", "kill.svg", "save.svg"):
         root = ElementTree.parse(pictures.FOLDER / name).getroot()
         width = float(root.attrib["width"])
         for text in root.iter("{http://www.w3.org/2000/svg}text"):
@@ -47,7 +47,7 @@ def test_rooms_end_before_the_notes_beside_them(pictures: ModuleType) -> None:
 
 
 def test_names_of_columns_end_before_the_next_one(pictures: ModuleType) -> None:
-    for name in ("step.svg", "kill.svg"):
+    for name in ("step.svg", "kill.svg", "save.svg"):
         elements = list(ElementTree.parse(pictures.FOLDER / name).getroot())
         stride = next(float(e.attrib["width"]) for e in elements if e.get("class") == "band")
         heads = [e for e in elements if e.get("class") == "note" and float(e.attrib["y"]) < 78]

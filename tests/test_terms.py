@@ -30,6 +30,11 @@ TERMS = {
     "element-wise": r"elementwise|element wise",
     "dataset": r"data sets?",
     "autocast": r"auto-cast",
+    # Words of our own that the field has better ones for.
+    "distributed, assigned": r"dealt out|deals? out|dealing out",
+    "joining rank": r"newcomers?",
+    "predicted": r"foretold|foretells?|foretelling",
+    "proxy": r"stand-ins?",
     # Computing.
     "file name": r"filename",
     "subcommand": r"sub-command",

@@ -63,11 +63,9 @@ def page(records: Sequence[Record]) -> str:
     lines = [
         "# What made what slower",
         "",
-        "Made by `python -m benchmarks.history record`, before a release: each commit and the one "
-        "recorded before it in turn, on one machine. A ratio is the median of the rounds of the "
-        "commit's time over that of the one before, with the bounds within which it lies with a "
-        "confidence of 95 %. Times of different days tell little, for the machines may differ; "
-        "ratios do.",
+        "Made by `python -m benchmarks.history record`. Each commit and the one recorded before it "
+        "run in turn on one machine. A ratio has its bounds of 95 % confidence. Times of different "
+        "days cannot be compared; ratios can.",
         "",
     ]
     for name, case in CASES.items():

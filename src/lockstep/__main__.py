@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import NoReturn
 
@@ -11,10 +12,13 @@ from lockstep.launching.rank.early import ending_at_interrupt
 
 def main() -> NoReturn:
     """Run the command; Ctrl-C ends it at once while it is imported."""
+    if os.environ.pop("PYTHONINSPECT", ""):
+        # With it, the interpreter shows exit codes as tracebacks; it has read it at its start.
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     collect_seldom()
     with ending_at_interrupt():
         from lockstep.cli.main import main as command
-        from lockstep.launching.warm.forked import Forked
+        from lockstep.launching.warm import Forked
     try:
         command()
     except Forked as forked:

@@ -6,6 +6,8 @@ what to do. The command prints the message and exits with `exit_code`; no traceb
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 E = TypeVar("E", bound="LockstepError")
@@ -111,3 +113,25 @@ def shared(error: E) -> E:
     """The error, marked as one that every rank raises."""
     error.is_shared = True
     return error
+
+
+@contextmanager
+def file_errors(
+    kind: type[LockstepError], path: object, done: str = "written", advice: str = ""
+) -> Iterator[None]:
+    """Raise an `OSError` that occurs in this context as an error for the user.
+
+    Args:
+        kind: class of the error to raise.
+        path: path of the file, for the message.
+        done: what cannot be done with the file: `read` or `written`.
+        advice: what the user can do about it.
+
+    Raises:
+        LockstepError: of class `kind`, instead of an `OSError`.
+    """
+    try:
+        yield
+    except OSError as error:
+        hint = f"; {advice}" if advice else ""
+        raise kind(f"{path}: cannot be {done}: {error.strerror or error}{hint}") from error

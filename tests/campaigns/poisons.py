@@ -81,8 +81,8 @@ POISONS: dict[str, list[Poison]] = {
     + [Poison("ulimit -Sn 12", setup="ulimit -Sn 12")],
     "file size": [Poison(f"ulimit -f {n}", setup=f"ulimit -f {n}") for n in (0, 1, 20, 2000)],
     "memory": [
-        Poison(f"ulimit -v {n}", setup=f"ulimit -v {n}")
-        for n in (200_000, 1_000_000, 4_000_000)
+        Poison(f"ulimit -{kind} {n}", setup=f"ulimit -{kind} {n}")
+        for kind, n in (("v", 200_000), ("v", 1_000_000), ("v", 4_000_000), ("d", 200_000))
     ],
     "stack": [Poison(f"ulimit -s {n}", setup=f"ulimit -s {n}") for n in (128, 512)],
     "temporary": [
@@ -172,7 +172,8 @@ POISONS: dict[str, list[Poison]] = {
     ],
     "signals": [
         Poison("SIGPIPE ignored", setup="trap '' PIPE"),
-        Poison("SIGCHLD ignored", setup="trap '' CHLD"),
+        # The trap of a shell is none for its child.
+        Poison("SIGCHLD ignored", setup='set -- env --ignore-signal=CHLD "$@"'),
         Poison("SIGINT and SIGTERM ignored", setup="trap '' INT TERM"),
         Poison("SIGUSR1 and SIGHUP ignored", setup="trap '' USR1 HUP"),
     ],

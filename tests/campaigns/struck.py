@@ -243,7 +243,7 @@ def _unreadable(folder: Path) -> list[str]:
     if not (folder / "run" / "run.json").exists():
         return []
     wrong = []
-    for argv in (["runs", "list", "."], ["report", "run", "--output", os.devnull]):
+    for argv in (["runs", "list", "."], ["report", "run", "--output", "page.html"]):
         code, output = run([LOCKSTEP, *argv], folder, _environment(), _READS_S)
         if code != 0 or "Traceback" in output:
             wrong.append(f"lockstep {argv[0]}: exit code {code}\n{indented(output)}")

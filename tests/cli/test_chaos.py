@@ -19,9 +19,15 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch import nn
 
-from lockstep.cli.prove.chaos.plan import Blow, draw
-from lockstep.cli.prove.chaos.sessions import Ranks, Sat, Sessions, stalling_reader, trained
-from lockstep.cli.prove.chaos.sessions import _was_hit_at_start as was_hit_at_start
+from lockstep.cli.prove.chaos.command import (
+    Ranks,
+    SessionResult,
+    Sessions,
+    stalling_reader,
+    trained,
+)
+from lockstep.cli.prove.chaos.command import _was_hit_at_start as was_hit_at_start
+from lockstep.cli.prove.chaos.plan import Incident, draw
 from lockstep.cli.prove.chaos.verdict import (
     Effect,
     Trained,
@@ -52,33 +58,33 @@ DEADLY = ("kill", "stop", "edit", "start")
 
 
 @given(st.integers(1, 30), st.integers(2, 6), st.integers(0, 2**32), st.integers(0, 1))
-def test_every_session_leaves_somebody_alive_or_ends(num_blows, num_ranks, seed, more):
-    sessions = draw(num_blows, num_ranks, 60, seed, more, has_workers=bool(more))
-    assert sum(len(blows) for blows in sessions) == num_blows
-    for number, blows in enumerate(sessions):
-        dead = {b.faults[0].slot for b in blows if b.what in DEADLY}
-        assert len(dead) == sum(b.what in DEADLY for b in blows) < num_ranks
-        assert [b.ends_session for b in blows[:-1]] == [False] * (len(blows) - 1)
+def test_every_session_leaves_somebody_alive_or_ends(num_incidents, num_ranks, seed, more):
+    sessions = draw(num_incidents, num_ranks, 60, seed, more, has_workers=bool(more))
+    assert sum(len(incidents) for incidents in sessions) == num_incidents
+    for number, incidents in enumerate(sessions):
+        dead = {b.faults[0].slot for b in incidents if b.what in DEADLY}
+        assert len(dead) == sum(b.what in DEADLY for b in incidents) < num_ranks
+        assert [b.ends_session for b in incidents[:-1]] == [False] * (len(incidents) - 1)
         if number < len(sessions) - 1:
-            assert blows[-1].ends_session
-        for blow in blows:
-            own = [f for f in blow.faults if f.slot < num_ranks]
-            first = 0 if blow.what == "start" else 1
+            assert incidents[-1].ends_session
+        for incident in incidents:
+            own = [f for f in incident.faults if f.slot < num_ranks]
+            first = 0 if incident.what == "start" else 1
             assert all(0 <= f.slot < num_ranks and first <= f.step < 59 for f in own)
-            joiners = {(f.moment, f.kind) for f in blow.faults[len(own) :]}
+            joiners = {(f.moment, f.kind) for f in incident.faults[len(own) :]}
             assert joiners <= {("join", "edit"), ("committed", "kill")}
             assert more or not joiners
-        assert sum(b.what == "edit" for b in blows) <= more
-        assert "start" not in [b.what for b in blows[1:]]
-        raised = [b.step for b in blows if b.what in ("raise", "worker")]
+        assert sum(b.what == "edit" for b in incidents) <= more
+        assert "start" not in [b.what for b in incidents[1:]]
+        raised = [b.step for b in incidents if b.what in ("raise", "worker")]
         assert all(b - a >= 8 for a, b in itertools.pairwise(raised))
 
 
 def kills(moments, num_plans):
     """The moments at which ranks are killed in some plans."""
     plans = [draw(20, 4, 60, seed, moments=moments) for seed in range(num_plans)]
-    blows = [b for sessions in plans for of_session in sessions for b in of_session]
-    return {fault.moment for b in blows if b.what == "kill" for fault in b.faults}
+    incidents = [b for sessions in plans for of_session in sessions for b in of_session]
+    return {fault.moment for b in incidents if b.what == "kill" for fault in b.faults}
 
 
 @given(st.sets(st.sampled_from(MOMENTS), min_size=1))
@@ -122,8 +128,8 @@ TRAINED = Trained(RESULT, [1, 2], [evaluated(1, 0.5), evaluated(2, 0.75)])
     ],
 )
 def test_a_run_must_be_like_the_one_without_faults(capsys, run, struck, lost, says, code):
-    blow = draw(1, 2, 10, 1)[0][0]
-    effects = [Effect(blow, number < struck) for number in range(2)]
+    incident = draw(1, 2, 10, 1)[0][0]
+    effects = [Effect(incident, number < struck) for number in range(2)]
     assert verdict(TRAINED, run, effects, lost, Console()) == code
     out = capsys.readouterr().out
     assert says in out
@@ -137,18 +143,18 @@ def test_the_best_state_may_go_with_the_run_directory_and_nothing_else(capsys):
     reference = replace(TRAINED, events=[evaluated(1, 0.5), tested(0.75, model_step=1)])
     last = replace(TRAINED, events=[evaluated(1, 0.5), tested(0.25)])
     for what, code in (("directory", 0), ("job", 1)):
-        effects = [Effect(Blow(what, 1, ()), struck=True)]
+        effects = [Effect(Incident(what, 1, ()), struck=True)]
         assert verdict(reference, last, effects, [], Console()) == code
     assert "the same metrics in 1 evaluation\n" in capsys.readouterr().out
-    effects = [Effect(Blow("directory", 1, ()), struck=True)]
+    effects = [Effect(Incident("directory", 1, ()), struck=True)]
     for other in (tested(0.25, model_step=1), tested(0.25, step=1)):
         run = replace(last, events=[evaluated(1, 0.5), other])
         assert verdict(reference, run, effects, [], Console()) == 1
 
 
 def test_what_a_run_has_left_is_put_together_from_its_directories(tmp_path):
-    def sat(moved, rows=()):
-        return Sat([], list(rows), [], moved, tmp_path / "run-rescued")
+    def session(moved, rows=()):
+        return SessionResult([], list(rows), [], moved, tmp_path / "run-rescued")
 
     for name, steps in (("run-moved", "1234"), ("run-rescued", "45")):
         (tmp_path / name).mkdir()
@@ -158,7 +164,7 @@ def test_what_a_run_has_left_is_put_together_from_its_directories(tmp_path):
     result |= {"reason": "", "metrics": {}, "world_size": 2, "wall_s": 1.0, "error": None}
     (tmp_path / "run-rescued" / "result.json").write_text(json.dumps({**result, "checkpoint": ""}))
     rows = [evaluated(4, 0.5), evaluated(5, 0.75)]
-    run = trained([sat(tmp_path / "run-moved", rows[:1]), sat(None, rows[1:])])
+    run = trained([session(tmp_path / "run-moved", rows[:1]), session(None, rows[1:])])
     assert run.steps == [1, 2, 3, 4, 5]
     assert run.events == rows
     assert run.result["step"] == 5
@@ -175,17 +181,17 @@ def test_a_fault_moves_the_run_directory_away(tmp_path):
 
 
 def test_a_rank_that_is_lost_without_a_fault_is_known():
-    blows = [
-        Blow("start", 0, (PlannedFault(1, 0, "met"),)),
-        Blow("slow", 3, (PlannedFault(2, 3, kind="slow"),)),
-        Blow("kill", 4, (PlannedFault(0, 4),)),
+    incidents = [
+        Incident("start", 0, (PlannedFault(1, 0, "met"),)),
+        Incident("slow", 3, (PlannedFault(2, 3, kind="slow"),)),
+        Incident("kill", 4, (PlannedFault(0, 4),)),
     ]
     rows = [row("RankLost", 1.0, slot=slot) for slot in (0, 2, 1, 5)]
-    assert lost_unexplained(blows, rows, 4) == [2]
+    assert lost_unexplained(incidents, rows, 4) == [2]
 
 
-def strike(blow):
-    return {"time": 1.0, **vars(blow.faults[0])}
+def strike(incident):
+    return {"time": 1.0, **vars(incident.faults[0])}
 
 
 def test_a_reader_stands_still_where_a_fault_prints_and_then_reads_on():
@@ -203,25 +209,25 @@ def test_a_reader_stands_still_where_a_fault_prints_and_then_reads_on():
 def test_a_reader_that_stands_still_ends_nobody(tmp_path, monkeypatch, is_buffered):
     if not is_buffered:
         monkeypatch.setattr(launching, "pumped_output", nullcontext)
-    blows = [
-        Blow("reader", step, (PlannedFault(slot, step, "compute", "print"),))
+    incidents = [
+        Incident("reader", step, (PlannedFault(slot, step, "compute", "print"),))
         for slot, step in ((1, 5), (0, 20))
     ]
     sessions = Sessions("digits", ["steps=40"], Ranks(2, "local"), server="")
     if is_buffered:
-        sat = sessions.sit(tmp_path / "run", blows)
-        assert [effect.struck for effect in sat.effects] == [True, True]
-        assert sat.lost == []
+        result = sessions.run(tmp_path / "run", incidents)
+        assert [effect.struck for effect in result.effects] == [True, True]
+        assert result.lost == []
     else:  # the fault is one that would end ranks
         with pytest.raises(LaunchError, match="which its faults do not explain"):
-            sessions.sit(tmp_path / "run", blows)
+            sessions.run(tmp_path / "run", incidents)
 
 
 def test_ranks_that_were_hit_while_they_started_are_started_again():
     start, slow, job = (
-        Blow("start", 0, (PlannedFault(1, 0, "met"),)),
-        Blow("slow", 3, (PlannedFault(2, 3, kind="slow"),)),
-        Blow("job", 4, (PlannedFault(0, 4, "committed"), PlannedFault(1, 4, "committed"))),
+        Incident("start", 0, (PlannedFault(1, 0, "met"),)),
+        Incident("slow", 3, (PlannedFault(2, 3, kind="slow"),)),
+        Incident("job", 4, (PlannedFault(0, 4, "committed"), PlannedFault(1, 4, "committed"))),
     )
     assert was_hit_at_start([start, slow, job], [strike(start)])
     assert was_hit_at_start([start, slow], [strike(start), strike(slow)])
@@ -264,20 +270,20 @@ COMPUTED = {
 def test_spares_are_struck_where_they_come_to_it(seed, axes, num_spares):
     tp, pp = axes
     num_ranks = 4 + num_spares
-    for blows in draw(10, num_ranks, 60, seed, tp=tp, pp=pp):
+    for incidents in draw(10, num_ranks, 60, seed, tp=tp, pp=pp):
         columns = {slot: slot % (tp * pp) for slot in range(num_ranks)}
-        for blow in blows:
-            if blow.what in ("job", "corrupt"):
-                assert [f.slot for f in blow.faults] == list(range(num_ranks))
+        for incident in incidents:
+            if incident.what in ("job", "corrupt"):
+                assert [f.slot for f in incident.faults] == list(range(num_ranks))
                 continue
             mesh = Mesh(8, tuple(columns.values()), tp, pp)
             spares = [list(columns)[rank] for rank in mesh.incomplete]
-            fault = blow.faults[0]
+            fault = incident.faults[0]
             assert fault.slot in columns
             assert fault.slot not in spares or fault.moment not in COMPUTED
-            if blow.what == "start" and list(columns.values()).count(columns[fault.slot]) == 1:
+            if incident.what == "start" and list(columns.values()).count(columns[fault.slot]) == 1:
                 continue  # all start again
-            if blow.what in DEADLY:
+            if incident.what in DEADLY:
                 del columns[fault.slot]
                 kept = rearranged(list(columns.values()), tp * pp)
                 columns = dict(zip(columns, kept, strict=True))
@@ -325,9 +331,9 @@ def row(event, time, **values):
 
 
 def test_times_of_a_killed_rank():
-    blow = draw(1, 2, 10, 1)[0][0]
+    incident = draw(1, 2, 10, 1)[0][0]
     fault = PlannedFault(1, 4, "compute", "kill")
-    blow = type(blow)("kill", 4, (fault,))
+    incident = type(incident)("kill", 4, (fault,))
     strikes = [{"time": 10.0, **vars(fault)}]
     rows = [
         row("StepDone", 9.9, step=4),
@@ -335,12 +341,12 @@ def test_times_of_a_killed_rank():
         row("Recovered", 10.06, step=4, seconds=0.02),
         row("StepDone", 10.1, step=5),
     ]
-    effect = effect_of(blow, strikes, rows)
+    effect = effect_of(incident, strikes, rows)
     assert effect.noticed_s == pytest.approx(0.04)
     assert effect.regroup_s == 0.02
     assert effect.resumed_s == pytest.approx(0.1)
     assert effect.steps_lost == 0
-    missed = effect_of(blow, [], rows)
+    missed = effect_of(incident, [], rows)
     assert not missed.struck
     assert started_again(missed, rows, [row("StepDone", 13, step=3)]) == missed
     assert render([effect]).row_count == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -146,3 +147,24 @@ def test_quiet_still_tells_of_warnings_and_errors(lockstep):
     assert done.returncode == 2
     assert "error: " in done.stderr
     assert told(done) == []
+
+
+def test_exit_codes_of_children_are_kept_where_their_signal_was_ignored(here):
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as some services start programs
+    try:
+        assert here("recipes").returncode == 0
+        assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_an_interpreter_that_is_to_stay_shows_no_exit_code_as_a_traceback(tmp_path):
+    argv = [sys.executable, "-m", "lockstep", "train", "nothing"]
+    env = os.environ | {"PYTHONINSPECT": "1"}
+    done = subprocess.run(
+        argv, cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: unknown recipe 'nothing'")
+    assert "Traceback" not in done.stderr

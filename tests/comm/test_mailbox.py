@@ -14,10 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.comm import shared_memory
-from lockstep.comm import shared_memory as futex
-from lockstep.comm import shared_memory as mailbox
-from lockstep.comm.shared_memory import Mailbox, open_mailbox
+from lockstep.comm import mailbox, shared_memory
+from lockstep.comm.mailbox import Mailbox, open_mailbox
 from lockstep.comm.transport import GroupBroken, LocalTransport, Traffic
 
 SCRIPT = Path(__file__).parent / "launched" / "mailbox.py"
@@ -70,7 +68,7 @@ def nothing() -> None:
 @pytest.mark.parametrize(
     ("module", "name", "value", "told"),
     [
-        (futex, "IS_THERE", False, "no futexes"),
+        (mailbox, "IS_THERE", False, "no futexes"),
         (shared_memory.os, "memfd_create", None, "memfd_create"),
         (mailbox, "Mailbox", None, "not implemented"),
     ],
@@ -126,7 +124,7 @@ def test_who_had_to_be_woken_for_what_came_soon_looks_for_it_longer(
         return 1_000 * now_us
 
     monkeypatch.setattr(mailbox, "monotonic_ns", lambda: pass_time(1))
-    monkeypatch.setattr(futex, "wait", lambda *_: pass_time(max(due_us - now_us, 20)))
+    monkeypatch.setattr(mailbox, "wait", lambda *_: pass_time(max(due_us - now_us, 20)))
     said = torch.zeros(2, dtype=torch.int32)
     for _ in range(10):
         due_us = now_us + answered_after_us

@@ -11,9 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.data.idx_files import write_idx
 
 from lockstep.data import images as idx
-from lockstep.data.images import find_idx, read_idx, read_labelled, write_idx
+from lockstep.data.images import find_idx, read_idx, read_labelled
 from lockstep.errors import DataError
 
 DTYPES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.float32, torch.float64]
@@ -99,13 +100,6 @@ def test_gzip_is_seen_by_content_not_by_name(tmp_path: Path) -> None:
     assert torch.equal(read_idx(zipped), read_idx(plain))
 
 
-def test_gzipped_bytes_are_reproducible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_idx(tmp_path / "a.gz", uint8(4))
-    monkeypatch.setattr("time.time", lambda: 2e9)
-    write_idx(tmp_path / "b.gz", uint8(4))
-    assert (tmp_path / "a.gz").read_bytes() == (tmp_path / "b.gz").read_bytes()
-
-
 def test_errors_end_the_command_with_exit_code_2() -> None:
     assert DataError("x").exit_code == 2
 
@@ -185,19 +179,6 @@ def test_large_files_are_read_whole_without_a_second_copy(tmp_path: Path) -> Non
     tracemalloc.stop()
     assert torch.equal(back, tensor)
     assert peak_bytes < 1.5 * tensor.nbytes
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.float16])
-def test_a_dtype_without_a_code_is_not_written(tmp_path: Path, dtype: torch.dtype) -> None:
-    name = str(dtype).removeprefix("torch.")
-    with pytest.raises(DataError, match=f"dtype={name}: IDX can only hold uint8"):
-        write_idx(tmp_path / "x", torch.zeros(2, dtype=dtype))
-    assert not (tmp_path / "x").exists()
-
-
-def test_writing_into_no_folder_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be written: No such file"):
-        write_idx(tmp_path / "none" / "x", uint8(2))
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.conftest import TASKS, result, target
+from tests.data.idx_files import write_idx
 from tests.distributed.tasks import Everything, EverythingConfig
 
 import lockstep as ls
 from lockstep.config import TrainConfig
-from lockstep.data.images import write_idx
 from lockstep.errors import DataError
 from lockstep.launching import front
 

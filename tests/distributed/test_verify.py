@@ -8,7 +8,7 @@ from tests.conftest import target
 
 from lockstep.cli.prove import repeated as training
 from lockstep.cli.prove import verify
-from lockstep.cli.prove.repeated import legs_of, meshes_of
+from lockstep.cli.prove.repeated import launches_of, meshes_of
 from lockstep.launching.job.ending import Ended
 
 
@@ -24,11 +24,11 @@ def test_equal(lockstep):
 
 
 class Trainings(training.Training):
-    """Runs that are made up: those in two legs forget something."""
+    """Runs that are made up: those in two launches forget something."""
 
-    def run(self, legs, stop=0, more=()):
-        assert stop == (len(legs) > 1 and 10)
-        return training.Run(legs, "forgot" if len(legs) > 1 else "kept", 20, 1.0)
+    def run(self, launches, stop=0, more=()):
+        assert stop == (len(launches) > 1 and 10)
+        return training.Run(launches, "forgot" if len(launches) > 1 else "kept", 20, 1.0)
 
 
 def _parting(_, runs):
@@ -62,13 +62,13 @@ def test_several_runs_are_resumed_each_on_other_ranks(monkeypatch, tmp_path, cap
 
 def test_meshes_with_and_without_slices():
     meshes = ["2x3x1", "2x1x2+optimizer", "2x1x1+parameters"]
-    legs = list(legs_of("mpi", meshes_of(",".join(meshes))))
-    assert [leg.mesh for leg in legs] == meshes
-    assert [leg.num_ranks for leg in legs] == [6, 4, 2]
-    for leg, kind in zip(legs, ("none", "optimizer", "parameters"), strict=True):
-        assert leg.overrides[2:] == [f"sharding={kind}", "optimizer.sharded=false"]
-    assert legs[1].overrides[:2] == ["mesh.pp=1", "mesh.tp=2"]
-    [alone] = legs_of("mpi", meshes_of("2x1x1"))
+    launches = list(launches_of("mpi", meshes_of(",".join(meshes))))
+    assert [launch.mesh for launch in launches] == meshes
+    assert [launch.num_ranks for launch in launches] == [6, 4, 2]
+    for launch, kind in zip(launches, ("none", "optimizer", "parameters"), strict=True):
+        assert launch.overrides[2:] == [f"sharding={kind}", "optimizer.sharded=false"]
+    assert launches[1].overrides[:2] == ["mesh.pp=1", "mesh.tp=2"]
+    [alone] = launches_of("mpi", meshes_of("2x1x1"))
     assert alone.overrides == ["mesh.pp=1", "mesh.tp=1"]  # the rest is left to the config
 
 

@@ -25,7 +25,7 @@ COMPILING = """
 import sys
 import torch
 from torch import nn
-from lockstep.engine.passes.compute import keep_compiler_out
+from lockstep.engine.passes.precision import keep_compiler_out
 
 keep_compiler_out()
 keep_compiler_out()

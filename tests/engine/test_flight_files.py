@@ -190,7 +190,7 @@ def test_files_of_a_loss_are_read_by_rank_0_alone_and_only_if_one_has_hung(
     runtime: Any = SimpleNamespace(transport=transport, is_first=rank == 0, emit=events.append)
     mesh = SimpleNamespace(microbatches=[range(1)] * 2)
     parts: Any = SimpleNamespace(
-        compute=SimpleNamespace(metrics=()), places=SimpleNamespace(mesh=mesh)
+        compute=SimpleNamespace(metrics=()), placement=SimpleNamespace(mesh=mesh)
     )
     reporter = Reporter("task", TrainConfig(), runtime, parts, directory)
     reporter._slots = [0, 1, 2]

@@ -31,10 +31,9 @@ def test_a_peak_is_that_of_the_process_and_not_of_who_started_it():
         [sys.executable, "-c", STARTED_BY], capture_output=True, text=True, timeout=60, check=True
     )
     first, second, third = (int(text) / MIB for text in ended.stdout.split())
-    assert 1 < first < 90
-    assert second - first > 95
-    assert second < 250
-    assert 600 < third < 750
+    assert 1 < first < 300  # torch, and not the 600 MiB of who started it
+    assert 95 < second - first < 160
+    assert 595 < third - first < 650
 
 
 def test_counters_may_be_of_some_milliseconds_ago_where_nobody_reports_them(monkeypatch):

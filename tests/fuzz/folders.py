@@ -19,7 +19,7 @@ from lockstep.optim import RowAdam
 from lockstep.parallel.layout import RowLayout
 from lockstep.systems.hrm.data.build import build
 from lockstep.systems.hrm.data.format import read_dataset, read_identifiers
-from lockstep.systems.hrm.data.request import Options
+from lockstep.systems.hrm.data.sources import Options
 from tests.fuzz.base import Made, Make
 from tests.fuzz.checkpoints import sign
 

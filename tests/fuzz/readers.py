@@ -11,18 +11,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from lockstep.launching.slurm.nodelist import expand, first_host
 
 from lockstep.cli.clusters.slurm_batch import job_file
 from lockstep.comm.call_records import read_calls
 from lockstep.comm.calls import CallRing
 from lockstep.config import load, override
-from lockstep.data.images import read_labelled, write_idx
+from lockstep.data.images import read_labelled
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.faults import FAULTS, PlannedFault, injector, to_env
 from lockstep.launching.front import SESSION, Session
 from lockstep.launching.rank.environment import detect
-from lockstep.launching.slurm.nodelist import expand, first_host
 from lockstep.launching.targets import trusted_target
 from lockstep.observe import Measured, Predicted, StepCost, event_from_row, read_events, read_result
 from lockstep.observe.reading.diagnosis.facts import calls_of
@@ -35,14 +35,15 @@ from lockstep.observe.storing.jsonl import EventsJsonl
 from lockstep.observe.storing.metrics_csv import MetricsCsv
 from lockstep.observe.storing.result import cost_of
 from lockstep.observe.storing.rows import dumps, row_of
+from lockstep.quantum import from_qasm
 from lockstep.systems.cifar.task import read_cifar
 from lockstep.systems.quantum.commands import training_log
-from lockstep.systems.quantum.interop import from_qasm
 from lockstep.systems.ufs.fields.bands import Selection, keep_bands, read_band
 from lockstep.systems.ufs.fields.bands import load as load_band
 from lockstep.systems.ufs.fields.sources import check_sources, find_sources
 from lockstep.systems.ufs.report.maps import read_curves
 from lockstep.systems.ufs.synthetic import write_synthetic
+from tests.data.idx_files import write_idx
 from tests.distributed.tasks import EverythingConfig
 from tests.fuzz.base import Made
 from tests.observe.sample_events import evaluated, finished, joined, run_started, step_done

@@ -22,7 +22,7 @@ import lockstep as ls
 from lockstep import errors
 from lockstep.engine.digests import model_digest
 from lockstep.engine.faults import PlannedFault, to_env
-from lockstep.launching.transferred import received
+from lockstep.launching.transfer import received
 from lockstep.observe import read_events
 
 ROOT = str(Path(__file__).parents[2])
@@ -329,7 +329,7 @@ def test_a_named_file_is_never_unpickled(tmp_path: Path) -> None:
     path.write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
     with path.open("rb") as file, pytest.raises(errors.LaunchError, match="is not memory of the"):
         received(file.fileno())
-    done = run([sys.executable, "-m", "lockstep.launching.transferred", "0"], tmp_path)
+    done = run([sys.executable, "-m", "lockstep.launching.transfer", "0"], tmp_path)
     assert done.returncode == 2
     assert "call that" in done.stderr
     assert environment().get("LOCKSTEP_SESSION") is None

@@ -16,7 +16,7 @@ from tests.thread_transport import ThreadTransport, on_ranks
 
 from lockstep.parallel import reduction
 from lockstep.parallel.exchange import Exchange, add_up
-from lockstep.parallel.fold import BLOCK, Row
+from lockstep.parallel.fold import BLOCK, Row, parts_of
 from lockstep.parallel.hosts import layout as choice
 from lockstep.parallel.hosts import layout as group
 from lockstep.parallel.hosts.exchange import gather_slices_by_host
@@ -27,7 +27,6 @@ from lockstep.parallel.hosts.layout import (
     host_nodes,
     meet_hosts,
     overlap,
-    parts_of,
     ranks_of_hosts,
     shares,
 )

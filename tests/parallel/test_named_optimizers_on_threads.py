@@ -127,7 +127,7 @@ def trained(
         if start is not None:
             given = start if transport.rank == 0 else None
             first = restore(given, train_step, parts.model, transport).step
-        mesh = parts.places.mesh
+        mesh = parts.placement.mesh
         own = mesh.of_ranks(mesh.of_each_replica)[transport.rank]
         batches = parts.loader.stream(own, first, last)
         for step in range(first, last):

@@ -76,16 +76,16 @@ def test_proposals_come_every_so_many_steps():
 def test_replicas_are_balanced_and_what_is_said_is_of_ranks():
     """Of five ranks, two replicas of two and a spare; the second replica is slow."""
     mesh = Mesh.of(8, 5, tp=2)
-    step = SimpleNamespace(carries=None, deal_out=lambda ranges, state: dealt.append(ranges))
+    step = SimpleNamespace(carries=None, assign=lambda ranges, state: assigned.append(ranges))
     loader = SimpleNamespace(stream=lambda *_: (_ for _ in ()))
     parts = SimpleNamespace(
-        places=SimpleNamespace(mesh=mesh), train_step=step, loader=loader, total_steps=9
+        placement=SimpleNamespace(mesh=mesh), train_step=step, loader=loader, total_steps=9
     )
     runtime = SimpleNamespace(transport=SimpleNamespace(rank=0))
-    dealt = []
+    assigned = []
     shared = Microbatches(TrainConfig(balance_every=1), runtime, parts, Progress())
     assert shared.balance(0, [Times()] * 5) is None
     found = shared.balance(1, [Times(s) for s in (1.0, 1.0, 3.0, 3.0, 0.0)])
     assert found.slowest == 2
     assert [len(r) for r in found.ranges] == [6, 6, 2, 2, 0]
-    assert dealt == [found.ranges]
+    assert assigned == [found.ranges]

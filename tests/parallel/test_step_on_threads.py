@@ -221,7 +221,7 @@ def test_a_task_state_that_one_rank_alone_cannot_give_is_an_error_on_all(step: i
         def go() -> None:
             parts = assemble(task, config(sharded=False), runtime)
             failing.now = transport.rank == 1
-            check_replicas(parts.places, parts.model, {}, parts.task_state, step)
+            check_replicas(parts.placement, parts.model, {}, parts.task_state, step)
 
         with pytest.raises(TaskError, match=r"Failing\.state_dict: raised an exc") as caught:
             go()

@@ -21,7 +21,7 @@ from lockstep.planning.facts import Anatomy, Facts, Group, Timed
 from lockstep.planning.layouts import SHARDINGS, Layout, layouts, peak_bytes
 from lockstep.planning.network import Link, Network, parse_link
 from lockstep.planning.operations import OPERATIONS, Point
-from lockstep.planning.plan import Plan, losses, make_plan, read_plan, write_plan
+from lockstep.planning.plan import Plan, losses, make_plan, read_plan
 from lockstep.planning.prediction import (
     excess_of_slowest,
     exchange_seconds,
@@ -30,7 +30,7 @@ from lockstep.planning.prediction import (
     step_seconds,
     surplus_seconds,
 )
-from lockstep.planning.profile import FORMAT, VERSION, Host, Measurement, Profile, Scope
+from lockstep.planning.profile import FORMAT, VERSION, Host, Measurement, Profile, Scope, write_json
 
 MIB = 1 << 20
 SIZES = (1024, 65_536, MIB, 4 * MIB, 64 * MIB)
@@ -332,7 +332,7 @@ def plan() -> Plan:
 
 def test_a_plan_comes_back_from_its_file(tmp_path: Path) -> None:
     path = tmp_path / "plän.json"
-    write_plan(path, plan())
+    write_json(path, plan())
     assert read_plan(path) == plan()
     found = read_plan(path).find(Layout(2, sharding="optimizer"))
     assert found is not None
@@ -382,4 +382,4 @@ def test_no_file_is_said(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
         read_plan(tmp_path / "none.json")
     with pytest.raises(DataError, match="cannot be written"):
-        write_plan(tmp_path / "none" / "plan.json", plan())
+        write_json(tmp_path / "none" / "plan.json", plan())

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.data.idx_files import write_idx
 from torch import nn
 
 from lockstep import config as config_module
-from lockstep.data.images import write_idx
 from lockstep.errors import ConfigError, DataError
 from lockstep.launching.systems import load_recipe, recipe_names, summary
 from lockstep.systems.digits.task import (

@@ -26,7 +26,7 @@ def write_pages(folder: Path) -> None:
         for number, block in enumerate(blocks(page)):
             if block.language != "python":
                 continue
-            stem = page.removesuffix(".md").replace("/", "_").replace("-", "_")
+            stem = page.removesuffix(".md").strip("./").replace("/", "_").replace("-", "_")
             file = folder / (block.title or f"{stem}_{number}.py")
             if file.exists():
                 raise SystemExit(f"docs/{page}: {file.name}: another page has a file of this name")

@@ -9,7 +9,7 @@ import sys
 import warnings
 from typing import Any
 
-from lockstep.launching.warm.forked import Forked
+from lockstep.launching.warm import Forked
 from lockstep.launching.warm.rank import run
 from lockstep.launching.warm.server import Server
 from lockstep.launching.warm.starting import is_simple

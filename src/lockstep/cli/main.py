@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
+import traceback
 from collections.abc import Callable
 from io import TextIOWrapper
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from lockstep.cli.clusters import subcommands as clusters
 from lockstep.cli.look import subcommands as look
@@ -22,8 +25,26 @@ from lockstep.launching.job.preflight import resource_error, working_directory
 from lockstep.launching.rank.early import Interrupted, interrupts
 from lockstep.launching.systems import command_groups
 
+
+class _Ended(BaseException):
+    """Carries an `EOFError` past typer, which takes it for the end of what a prompt reads."""
+
+    def __init__(self, error: EOFError) -> None:
+        super().__init__()
+        self.error = error
+
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except EOFError as error:
+            raise _Ended(error) from None
+
+
 app = typer.Typer(
     name="lockstep",
+    cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
@@ -41,6 +62,9 @@ def lockstep(context: typer.Context, version: Version = False) -> None:
     if obstacle := working_directory():
         raise LaunchError(str(obstacle))
 
+
+_READS_BYTECODE = "_compile_bytecode"
+"""The function of importlib that fails at bytecode that is cut off, as on a disk that was full."""
 
 _COMMANDS: dict[str, dict[str, tuple[Callable[..., None], str]]] = {
     "Start": {
@@ -89,6 +113,7 @@ for _group in command_groups():
 def main() -> NoReturn:
     """Run the command; errors meant for the user are one message and exit code 2."""
     _open_missing_files()
+    _hear_of_children()
     if isinstance(sys.stdout, TextIOWrapper):
         # A sign such as ≥ that the terminal's encoding lacks must not end a command.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -101,6 +126,12 @@ def main() -> NoReturn:
     except LockstepError as error:
         _say(f"error: {error}")
         sys.exit(error.exit_code)
+    except _Ended as ended:
+        message = _cut_off(ended.error)
+        if not message:
+            raise ended.error from None
+        _say(f"error: {message}")
+        sys.exit(LockstepError.exit_code)
     except BrokenPipeError:
         os._exit(141)
     except OSError as error:
@@ -112,6 +143,15 @@ def main() -> NoReturn:
     finally:
         _give_up_output()
     sys.exit(0)
+
+
+def _cut_off(error: EOFError) -> str:
+    """What to say of an import that found bytecode cut off; empty if the error is another one."""
+    *_, (last, _) = traceback.walk_tb(error.__traceback__)
+    if last.f_code.co_name != _READS_BYTECODE:
+        return ""
+    path = last.f_locals.get("bytecode_path")
+    return f"{path}: Python's copy of a module is cut off; delete this file and start again"
 
 
 def _say(message: str) -> None:
@@ -128,6 +168,12 @@ def _give_up_output() -> None:
         except OSError:
             with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), stream.fileno())
+
+
+def _hear_of_children() -> None:
+    """Have the system keep the exit codes of ranks; it does not where SIGCHLD is ignored."""
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _open_missing_files() -> None:

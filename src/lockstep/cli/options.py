@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
@@ -16,8 +17,8 @@ from typer.core import TyperCommand, TyperGroup
 
 from lockstep import __version__
 from lockstep.config.files import create_beside
-from lockstep.errors import DataError, LaunchError
-from lockstep.launching.job.preflight import address_space, temporary_folder
+from lockstep.errors import DataError, LaunchError, file_errors
+from lockstep.launching.job.preflight import address_space, temporary_folder, threads
 from lockstep.launching.rank.early import ending_at_interrupt, is_rank
 from lockstep.launching.systems import CommandGroup
 
@@ -28,21 +29,35 @@ if TYPE_CHECKING:
 
 
 def check_writable(path: Path | None) -> None:
-    """Make sure, before minutes are spent, that a file can be written; None is no file.
+    """Check that a file can be written, before a long measurement; None stands for no file.
 
     Raises:
         DataError: it cannot.
     """
     if path is None:
         return
-    try:
+    with file_errors(DataError, path):
         if path.is_dir():
             raise IsADirectoryError(0, "is a folder")
         temporary, descriptor = create_beside(path)
         os.close(descriptor)
         temporary.unlink()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+@contextmanager
+def folder_for(keep: Path | None, command: str) -> Iterator[Path]:
+    """The folder for the runs of a command: `keep`, or a temporary one that is removed at the end.
+
+    Args:
+        keep: folder of the user's choice, if there is one.
+        command: name of the command.
+    """
+    if keep is not None:
+        yield keep
+        return
+    prefix = f"lockstep-{command}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 _CLEAR_LINE_SHOW_CURSOR = b"\r\x1b[2K\x1b[?25h"
@@ -50,15 +65,15 @@ _CLEAR_LINE_SHOW_CURSOR = b"\r\x1b[2K\x1b[?25h"
 
 @contextmanager
 def importing(quiet: bool = False) -> Iterator[None]:
-    """Ctrl-C ends the process at once, and a spinner shows that it works: for slow imports.
+    """The context of slow imports: Ctrl-C ends the process at once, and a spinner shows activity.
 
-    The spinner is on a terminal only. Ranks have none, for they may share one terminal.
+    The spinner is shown on a terminal only, and by no rank: ranks may share a terminal.
 
     Args:
         quiet: whether to show no spinner.
 
     Raises:
-        LaunchError: they need what this system does not have.
+        LaunchError: this system lacks something that they need.
     """
     capable = os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
     if quiet or is_rank() or not (sys.stdout.isatty() and capable):
@@ -82,8 +97,8 @@ def importing(quiet: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _importable() -> Iterator[None]:
-    """Say in one message what torch, or what it imports, needs and does not find."""
-    if obstacle := address_space():
+    """Turn the failed import of torch into one message, where a limit of the system explains it."""
+    if obstacle := address_space() or threads():
         raise LaunchError(str(obstacle))
     try:
         yield
@@ -94,17 +109,17 @@ def _importable() -> Iterator[None]:
 
 
 def shown_status(console: Console, what: str, quiet: bool) -> AbstractContextManager[Any]:
-    """A context in which `what` goes on, with a spinner on a terminal unless `quiet`."""
+    """A context that shows `what` beside a spinner on a terminal, unless `quiet`."""
     return nullcontext() if quiet else console.status(what, spinner=_spinner_name(console))
 
 
 def _spinner_name(console: Console) -> str:
-    """A spinner that the console can encode; as `observe.terminal`, which takes long to import."""
+    """A spinner that the console can encode, without the slow import of `observe`'s terminal."""
     return "dots" if console.encoding.startswith("utf") else "line"
 
 
 def _give_terminal_back() -> None:
-    """Remove the spinner in a process that ends at once; from a signal handler."""
+    """Remove the spinner; called by a signal handler before the process ends."""
     os.write(sys.__stdout__.fileno() if sys.__stdout__ else 1, _CLEAR_LINE_SHOW_CURSOR)
 
 
@@ -166,15 +181,19 @@ def show_version(is_wanted: bool) -> None:
         raise typer.Exit
 
 
+def _app_of(group: CommandGroup) -> typer.Typer:
+    """The subcommands of a system, imported now."""
+    with ending_at_interrupt():
+        return cast("HasCommands", importlib.import_module(group.module)).app
+
+
 def contributed_command(group: CommandGroup) -> type[TyperCommand]:
     """A command that is a recipe's own; its module is imported when it is parsed or called."""
 
     class Contributed(TyperCommand):
         @cached_property
         def _imported(self) -> Any:
-            with ending_at_interrupt():
-                module = cast("HasCommands", importlib.import_module(group.module))
-            return typer.main.get_command(module.app)
+            return typer.main.get_command(_app_of(group))
 
         # Click's initialiser assigns these, and they are not known before the import.
         params = property(lambda self: self._imported.params, lambda _self, _value: None)
@@ -188,14 +207,11 @@ def contributed(group: CommandGroup) -> typer.Typer:
 
     class Contributed(TyperGroup):
         @cached_property
-        def _imported(self) -> Any:
-            with ending_at_interrupt():
-                module = cast("HasCommands", importlib.import_module(group.module))
-            return typer.main.get_group(module.app)
+        def _imported(self) -> TyperGroup:
+            return typer.main.get_group(_app_of(group))
 
         def list_commands(self, ctx: Any) -> list[str]:
-            names: list[str] = self._imported.list_commands(ctx)
-            return names
+            return self._imported.list_commands(ctx)
 
         def get_command(self, ctx: Any, cmd_name: str) -> Any:
             return self._imported.get_command(ctx, cmd_name)

@@ -14,9 +14,8 @@ import struct
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from time import time_ns
+from types import MappingProxyType
 from typing import Any
-
-from torch import Tensor
 
 KINDS = (
     "all_gather", "all_to_all", "broadcast", "barrier", "agree", "subgroup", "regroup",
@@ -140,7 +139,7 @@ class CallRing:
         return bool(self._words[_FAILED])
 
     def start(self, rank: int, size: int) -> CallGroup:
-        """Begin a group of all ranks, in which calls are counted anew.
+        """Begin a group of all ranks, in which calls are counted from 1.
 
         Args:
             rank: rank of this process.
@@ -214,47 +213,22 @@ class CallRing:
 Measure = Callable[..., tuple[int, int, int]]
 """From the arguments of a call to the bytes that a rank gives and has, and the rank it talks to."""
 
-
-def _all_gather(own: Tensor, out: Tensor, counts: Sequence[int]) -> tuple[int, int, int]:
-    return own.nbytes, out.nbytes, -1
-
-
-def _all_to_all(
-    send: Tensor,
-    send_counts: Sequence[int],
-    send_offsets: Sequence[int],
-    recv: Tensor,
-    recv_counts: Sequence[int],
-) -> tuple[int, int, int]:
-    return sum(send_counts) * send.itemsize, recv.nbytes, -1
-
-
-def _broadcast(tensor: Tensor, root: int) -> tuple[int, int, int]:
-    return tensor.nbytes, tensor.nbytes, -1
-
-
-def _send(tensor: Tensor, to: int) -> tuple[int, int, int]:
-    return tensor.nbytes, 0, to
-
-
-def _receive(tensor: Tensor, source: int) -> tuple[int, int, int]:
-    return 0, tensor.nbytes, source
-
-
-def _nothing(*arguments: Any, **keys: Any) -> tuple[int, int, int]:
-    return 0, 0, -1
+_MEASURES: Mapping[str, Measure] = MappingProxyType(
+    {
+        "all_gather": lambda own, out, counts: (own.nbytes, out.nbytes, -1),
+        "all_to_all": lambda send, send_counts, send_offsets, recv, recv_counts: (
+            (sum(send_counts) * send.itemsize, recv.nbytes, -1)
+        ),
+        "broadcast": lambda tensor, root: (tensor.nbytes, tensor.nbytes, -1),
+        "send": lambda tensor, to: (tensor.nbytes, 0, to),
+        "receive": lambda tensor, source: (0, tensor.nbytes, source),
+    }
+)
 
 
 def measure_of(name: str) -> Measure:
     """What measures the calls of a method of transports."""
-    measures: Mapping[str, Measure] = {
-        "all_gather": _all_gather,
-        "all_to_all": _all_to_all,
-        "broadcast": _broadcast,
-        "send": _send,
-        "receive": _receive,
-    }
-    return measures.get(name, _nothing)
+    return _MEASURES.get(name, lambda *arguments, **keys: (0, 0, -1))
 
 
 def _in_short(ranks: Sequence[int]) -> list[int] | dict[str, list[int]]:

@@ -62,13 +62,13 @@ class GroupBroken(Exception):
 
 
 class Observer(Protocol):
-    """What wants to know whether a process stands still because of others."""
+    """What is notified while a process waits for other ranks."""
 
     def wait(self) -> None:
-        """Note that from now on this process may stand still because of other ranks."""
+        """Note that from now on this process may be blocked by other ranks."""
 
     def go(self) -> None:
-        """Note that from now on it works by itself again."""
+        """Note that it is no longer blocked."""
 
 
 class Sending:
@@ -143,8 +143,8 @@ class Transport(ABC):
         size: number of processes in the present group.
         can_regroup: whether the group can go on without ranks that die.
         failures: kinds of exception that a collective raises when a rank is lost.
-        observer: object that is told when this process begins and ends to wait for others.
-        traffic: how much it has said, here and in the subgroups.
+        observer: object that is notified when this process begins and ends to wait for others.
+        traffic: how much it has moved, here and in the subgroups.
         call_ring: its newest calls, here and in the subgroups.
         call_group: the present group, in which calls are counted.
     """
@@ -235,7 +235,7 @@ class Transport(ABC):
         A collective of the survivors, who keep their order; joining ranks get the highest ranks.
 
         Args:
-            takes_in: whether new processes may be taken in, the same on all ranks.
+            takes_in: whether new processes may join, the same on all ranks.
         """
         raise NotImplementedError(f"{self.name} cannot regroup")
 
@@ -243,8 +243,8 @@ class Transport(ABC):
         """The group, of several, that this rank is in; a collective of all ranks.
 
         It is of the present ranks: after `regroup` new ones are needed. A `GroupBroken` that it
-        raises may not be the loss of a rank: others may have given it up (`give_up`). The ranks of
-        this transport tell which it was, for it still serves if none is lost.
+        raises need not mean the loss of a rank: others may have given it up (`give_up`). A
+        collective of this transport then decides: it still works if no rank is lost.
 
         Args:
             groups: ranks of each group, in order; each rank is in exactly one of them.
@@ -252,17 +252,17 @@ class Transport(ABC):
         raise NotImplementedError(f"{self.name} has no subgroups")
 
     def give_up(self) -> None:
-        """Have other ranks of a subgroup get `GroupBroken`, who may wait for this one in vain."""
+        """Make collectives of a subgroup raise `GroupBroken` on ranks that wait for this one."""
         raise NotImplementedError(f"{self.name} cannot be given up")
 
     @property
     def is_joining(self) -> bool:
-        """Whether this process has yet to be taken in; until then it is a group of its own."""
+        """Whether this process has yet to join the others; until then it is a group of one."""
         return False
 
     @property
     def has_joiner(self) -> bool:
-        """Whether, as far as this rank knows, a new process waits to be taken in."""
+        """Whether, as far as this rank knows, a new process waits to join."""
         return False
 
     def withdraw(self) -> NoReturn:
@@ -271,19 +271,18 @@ class Transport(ABC):
         raise AssertionError("is dead")
 
     def stop_growing(self) -> None:
-        """Have no more new processes started; called by all ranks."""
+        """Start no more new processes; called by all ranks."""
         raise NotImplementedError(f"{self.name} takes in no new processes")
 
     def share_memory(self) -> None:  # noqa: B027
-        """Move what is small in memory that the ranks share, if they can, until the next regroup.
+        """Use shared memory for small all-gathers, where ranks can, until the next regroup.
 
-        A collective. Where memory is shared already, or this transport has no such way, nothing
-        happens.
+        A collective. Does nothing where memory is shared already, or this transport cannot.
         """
 
     @property
     def why_messages(self) -> str | None:
-        """Why all is sent in messages; empty if what is small is not, None if nobody has asked."""
+        """Why small all-gathers are messages; empty if they are not, None before the attempt."""
         return None
 
     @abstractmethod

@@ -6,32 +6,39 @@ A recipe adds its own keys by subclassing `TrainConfig`. Keys that cannot change
 key is its description in `lockstep config` and in docs/configuration.md.
 """
 
-from lockstep.config.reading import Config, build, load, override, override_data
-from lockstep.config.section import (
-    NO_OUTCOME,
-    OF_MODEL,
-    Beta,
-    Count,
-    NonNegativeFloat,
-    Positive,
-    PositiveFloat,
-    Section,
-    outcome,
-)
-from lockstep.config.sections import (
-    CheckpointConfig,
-    CompressionConfig,
-    ConvergenceConfig,
-    DataConfig,
-    EarlyStoppingConfig,
-    LocalConfig,
-    MeshConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    ScheduleConfig,
-    WeightsConfig,
-)
-from lockstep.config.train_config import TrainConfig
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lockstep.config.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from lockstep.config.reading import Config, build, load, override, override_data
+    from lockstep.config.section import (
+        NO_OUTCOME,
+        OF_MODEL,
+        Beta,
+        Count,
+        NonNegativeFloat,
+        Positive,
+        PositiveFloat,
+        Section,
+        outcome,
+    )
+    from lockstep.config.sections import (
+        CheckpointConfig,
+        CompressionConfig,
+        ConvergenceConfig,
+        DataConfig,
+        EarlyStoppingConfig,
+        LocalConfig,
+        MeshConfig,
+        OptimizerConfig,
+        PrecisionConfig,
+        ScheduleConfig,
+        WeightsConfig,
+    )
+    from lockstep.config.train_config import TrainConfig
 
 __all__ = [
     "NO_OUTCOME",
@@ -61,3 +68,6 @@ __all__ = [
     "override",
     "override_data",
 ]
+
+if not TYPE_CHECKING:  # else type checkers would take any name for one of this package
+    __getattr__, __dir__ = lazy_names(__name__)

@@ -1,8 +1,8 @@
-"""Opening, reading and replacing files that someone else may have prepared.
+"""Opening, reading and replacing files that may come from someone else.
 
-A run directory, a config or a dataset may come from someone else. So a file is opened only if it
-is a regular one: a FIFO would keep its reader waiting, a device would never end. In a run
-directory links are not followed either, and new files get names that cannot be guessed.
+A run directory, a config or a dataset may be hostile. So only regular files are opened: a FIFO
+would keep its reader waiting, a device would never end. In a run directory links are not followed
+either, and new files get names that cannot be guessed.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def read_bytes(path: Path, limit: int = MAX_TEXT_BYTES, *, follow_links: bool = 
     """
     with open_to_read(path, follow_links=follow_links) as file:
         size = os.fstat(file.fileno()).st_size
-        # A file that is too large is not read at all; one that grows meanwhile is not read on.
+        # A file that is too large is not read at all, and one that grows only up to the limit.
         data = file.read(limit + 1) if size <= limit else b""
     if max(size, len(data)) > limit:
         raise OSError(errno.EFBIG, f"is larger than {limit:,} bytes", str(path))
@@ -146,8 +146,10 @@ def create_beside(path: Path) -> tuple[Path, int]:
     """A new, empty file in the folder of `path`, and its descriptor for writing.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be made, or `path` is a device, which root could replace by a file.
     """
+    if _is_device(path):
+        raise _wrong_kind("a device", path)
     temporary = temporary_beside(path)
     return temporary, open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
@@ -173,6 +175,17 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _is_device(path: Path) -> bool:
+    """Whether this is a device, as /dev/null, or stands for an open file, as /dev/stdout."""
+    try:
+        if path.is_symlink() and os.readlink(path).startswith("/proc/"):
+            return True
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
 
 
 def _wrong_kind(kind: str, path: Path) -> OSError:

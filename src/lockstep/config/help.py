@@ -1,4 +1,4 @@
-"""What the keys of a config are: their types, defaults and meanings, in words."""
+"""Descriptions of the keys of a config: their types, defaults and meanings."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Key:
 
     Attributes:
         name: with its sections, separated by dots.
-        type: what it takes, in words; values in backquotes.
-        default: as JSON has it; None also for a key that has none.
+        type: its type in words; values in backquotes.
+        default: default as in JSON; None also for a key that has none.
         is_needed: whether it has no default.
         is_outcome: whether it can change the result.
-        meaning: one paragraph; empty if its class says nothing.
+        meaning: one paragraph; empty if its class has no description.
     """
 
     name: str
@@ -168,7 +168,7 @@ def _section(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
 
 
 def _meaning(kind: type[BaseModel], leaf: str) -> str:
-    """What the class says of a key, or the nearest of its bases that says something."""
+    """The description of a key in a class, or in the nearest of its bases that has one."""
     for base in kind.__mro__:
         field = getattr(base, "model_fields", {}).get(leaf) if base is not BaseModel else None
         if field is not None and field.description:

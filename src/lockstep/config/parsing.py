@@ -1,7 +1,7 @@
-"""Reading texts from outside: JSON, YAML and numbers that may be wrong, hostile or cut off.
+"""Reading external text: JSON, YAML and numbers that may be wrong, hostile or truncated.
 
-Everything here raises `ValueError` with a message of one line, whatever the text is, and takes
-time and memory in proportion to its length. Callers say which file or variable it comes from.
+Every function raises `ValueError` with a message of one line, whatever the text is, and takes time
+and memory in proportion to its length. Callers add which file or variable it comes from.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def shown(value: Any) -> str:
 
 
 def shown_apart(one: Any, other: Any) -> tuple[str, str]:
-    """Two values for a message, so that it can be seen where they differ.
+    """Two values for a message that shows where they differ.
 
-    Where the usual texts are the same, or long, what both begin with is left out.
+    Where their usual texts are equal, or long, the common beginning is left out.
     """
     texts = shown(one), shown(other)
     whole = repr(one), repr(other)
@@ -80,8 +80,9 @@ def parse_json(text: str | bytes) -> Any:
     """
     try:
         value = json.loads(
-            text, object_pairs_hook=_unique, parse_int=_json_int, parse_float=_finite_float
-        )
+            text, object_pairs_hook=_unique, parse_int=lambda digits: int(_short(digits)),
+            parse_float=_finite_float,
+        )  # fmt: skip
     except RecursionError:
         raise ValueError(f"nested more than {MAX_DEPTH} levels deep") from None
     _check_depth(value)
@@ -125,7 +126,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def flattened(values: Any, prefix: str = "") -> dict[str, Any]:
-    """What is in nested dicts, by the keys on the way there, joined by dots."""
+    """The values in nested dicts, by their keys joined by dots."""
     if not isinstance(values, dict):
         return {prefix.rstrip("."): values}
     return {
@@ -136,11 +137,11 @@ def flattened(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 _MODULES = re.compile(r"\b(?:\w+\.)+(?=\w)")
-"""What names of types begin with."""
+"""Module names in front of the names of types."""
 
 
 def as_type(kind: type[T], value: Any) -> T:
-    """`value`, as `parse_json` gives it, as the type `kind`; nothing is converted but int to float.
+    """`value`, as returned by `parse_json`, as the type `kind`; only int is converted, to float.
 
     Args:
         kind: a dataclass, or a type built of lists, tuples, dicts, unions, literals, numbers and
@@ -237,10 +238,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise ValueError(f"the key {shown(twice)} comes twice")
     return values
-
-
-def _json_int(text: str) -> int:
-    return int(_short(text))
 
 
 def _short(digits: str) -> str:

@@ -28,7 +28,7 @@ def override(config: Config, overrides: Iterable[str], source: str = "command li
     items = list(overrides)
     chosen = [item for item in items if item.partition("=")[0] == "preset"]
     if chosen and "preset" in type(config).model_fields:
-        # Of the other keys, those that nobody has set are the preset's.
+        # Keys that were not set explicitly get the values of the preset.
         name = chosen[-1].partition("=")[2]
         given = config.model_dump(exclude_unset=True) | {"preset": name}
         data = build(type(config), given, source).model_dump()
@@ -47,7 +47,7 @@ def override(config: Config, overrides: Iterable[str], source: str = "command li
 
 
 def override_data(config: Config, overrides: Iterable[str]) -> Config:
-    """As `override`, for the config of a trained model: it may see other data, but is the same.
+    """As `override`, for the config of a trained model: its data may change, the model may not.
 
     Raises:
         ConfigError: as `override`, or a key that is marked `OF_MODEL` has another value.
@@ -103,7 +103,7 @@ def _set(data: dict[str, Any], key: str, value: Any, kind: type[TrainConfig], so
     section: type[BaseModel] | None = kind
     for name in sections:
         section = _section(section, name)
-        # What was set as a whole before may lack keys, which then have their defaults.
+        # A section that an earlier item has set as a whole may lack keys: they get their defaults.
         inside = target.get(name)
         target[name] = inside = inside if isinstance(inside, dict) else {}
         target = inside
@@ -118,7 +118,5 @@ def _set(data: dict[str, Any], key: str, value: Any, kind: type[TrainConfig], so
 def _section(kind: type[BaseModel] | None, name: str) -> type[BaseModel] | None:
     """The class of a section of a config class, if there is such a section."""
     field = kind.model_fields.get(name) if kind else None
-    annotation = field.annotation if field else None
-    return (
-        annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-    )
+    found = field.annotation if field else None
+    return found if isinstance(found, type) and issubclass(found, BaseModel) else None

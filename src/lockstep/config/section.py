@@ -1,4 +1,4 @@
-"""What a group of config keys is: typed, checked, and errors that name the key."""
+"""`Section`: a typed, checked group of config keys, whose errors name the key and the value."""
 
 from __future__ import annotations
 
@@ -14,38 +14,27 @@ from typing_extensions import dataclass_transform
 from lockstep.config.parsing import shown
 from lockstep.errors import ConfigError
 
-_ELSEWHERE: Mapping[str, str] = MappingProxyType(
+_FOREIGN_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "accumulation_steps": "num_microbatches",
-        "amp": "precision.dtype",
-        "batch": "batch_size",
-        "bs": "batch_size",
-        "clip": "clip_norm",
-        "eval_interval": "eval_every",
-        "eval_steps": "eval_every",
-        "grad_clip": "clip_norm",
-        "gradient_accumulation_steps": "num_microbatches",
-        "gradient_clip_val": "clip_norm",
-        "learning_rate": "lr",
-        "logging_steps": "log_every",
-        "max_epochs": "epochs",
-        "max_grad_norm": "clip_norm",
-        "max_steps": "steps",
-        "mixed_precision": "precision.dtype",
-        "num_epochs": "epochs",
-        "num_steps": "steps",
-        "num_train_epochs": "epochs",
-        "optim": "optimizer.name",
-        "random_seed": "seed",
-        "save_steps": "checkpoint.every",
-        "scheduler": "schedule.name",
-        "train_batch_size": "batch_size",
-        "warmup": "schedule.warmup_steps",
-        "wd": "optimizer.weight_decay",
-        "workers": "data.num_workers",
+        "batch_size": ("batch", "bs", "train_batch_size"),
+        "checkpoint.every": ("save_steps",),
+        "clip_norm": ("clip", "grad_clip", "gradient_clip_val", "max_grad_norm"),
+        "data.num_workers": ("workers",),
+        "epochs": ("max_epochs", "num_epochs", "num_train_epochs"),
+        "eval_every": ("eval_interval", "eval_steps"),
+        "log_every": ("logging_steps",),
+        "lr": ("learning_rate",),
+        "num_microbatches": ("accumulation_steps", "gradient_accumulation_steps"),
+        "optimizer.name": ("optim",),
+        "optimizer.weight_decay": ("wd",),
+        "precision.dtype": ("amp", "mixed_precision"),
+        "schedule.name": ("scheduler",),
+        "schedule.warmup_steps": ("warmup",),
+        "seed": ("random_seed",),
+        "steps": ("max_steps", "num_steps"),
     }
 )
-"""Names that other libraries have for Lockstep's keys, where they are not similar."""
+"""Names of Lockstep's keys in other libraries, where they are not similar."""
 
 
 def keys(kind: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -58,15 +47,16 @@ def keys(kind: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def unknown_key(kind: type[BaseModel], key: str) -> str:
-    """The message that a config has no such key, with the one that may be meant."""
+    """The message that a config has no such key, with a similar one."""
     nearest = _nearest(list(keys(kind)), key)
     return f"unknown key {shown(key)}" + (f"; did you mean {nearest}?" if nearest else "")
 
 
 def _nearest(known: list[str], key: str) -> str | None:
     plain = key.lower().replace("-", "_")
-    if _ELSEWHERE.get(plain) in known:
-        return _ELSEWHERE[plain]
+    for own, others in _FOREIGN_NAMES.items():
+        if plain in others and own in known:
+            return own
     leaf = plain.rpartition(".")[2]
     same = [k for k in known if k.rpartition(".")[2] == leaf]
     if same:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 import yaml
@@ -151,114 +152,96 @@ class TrainConfig(Section):
     """About the most bytes of gradient that a rank receives at a time, where they are sent."""
 
     @model_validator(mode="after")
-    def _microbatches_fit(self) -> TrainConfig:
+    def _keys_go_together(self) -> TrainConfig:
+        for problem in (*self._problems(), *self._compression_problems(), *self._local_problems()):
+            raise ValueError(problem)
+        return self
+
+    def _problems(self) -> Iterator[str]:
         if self.num_microbatches > self.batch_size:
-            raise ValueError(
+            yield (
                 f"num_microbatches={self.num_microbatches} is more than "
                 f"batch_size={self.batch_size}: a microbatch needs at least one sample"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _shards_suffice(self) -> TrainConfig:
         if self.mesh.tp > self.num_shards:
-            raise ValueError(
+            yield (
                 f"mesh.tp={self.mesh.tp} is more than num_shards={self.num_shards}: each rank of a "
                 f"replica needs at least one shard; raise num_shards or set mesh.tp to at most "
                 f"{self.num_shards}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _hosts_have_nodes(self) -> TrainConfig:
-        if self.exchange != "hierarchical":
-            return self
-        if self.shards_gradients:
-            raise ValueError(
+        if self.exchange == "hierarchical" and self.shards_gradients:
+            yield (
                 f"exchange=hierarchical: sharding={self.sharding} sums each microbatch at once, "
                 "before the ranks of a host have anything to add up; set sharding=optimizer, or "
                 "exchange=auto"
             )
-        if self.compression.name != "none":
-            raise ValueError(
+        if self.exchange == "hierarchical" and self.compression.name != "none":
+            yield (
                 f"exchange=hierarchical: compression.name={self.compression.name} has an exchange "
                 "of its own; set compression.name=none, or exchange=auto"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _stages_go_with_sharding(self) -> TrainConfig:
         if self.mesh.num_stages > self.mesh.pp and self.shards_gradients:
-            raise ValueError(
+            yield (
                 f"mesh.interleave={self.mesh.interleave}: sharding={self.sharding} sums gradients "
                 "after each microbatch, of which several are under way at a time here; set "
                 "mesh.interleave=1 or sharding=optimizer"
             )
-        return self
+        twice = next((name for name in self.trackers if self.trackers.count(name) > 1), None)
+        if twice is not None:
+            yield f"trackers={list(self.trackers)}: {twice} comes twice"
 
-    @model_validator(mode="after")
-    def _compression_fits(self) -> TrainConfig:
+    def _compression_problems(self) -> Iterator[str]:
         name = self.compression.name
         if name == "none":
-            return self
+            return
         if self.mesh.tp * self.mesh.pp > 1:
-            raise ValueError(
+            yield (
                 f"mesh.tp={self.mesh.tp}, mesh.pp={self.mesh.pp}: compression.name={name} is for "
                 "ranks that share out microbatches only; set both to 1, or compression.name=none"
             )
         if self.shards_optimizer:
-            raise ValueError(
+            yield (
                 f"sharding={self.sharding}, optimizer.sharded={self.optimizer.sharded}: ranks send "
                 f"each other whole parameters, which compression.name={name} makes no smaller; set "
                 "sharding=none and optimizer.sharded=false, or compression.name=none"
             )
         if self.precision.dtype == "fp16":
-            raise ValueError(
+            yield (
                 f"precision.dtype=fp16: what compression.name={name} cuts off would be of another "
                 "loss scale in the next step; set precision.dtype=bf16, or compression.name=none"
             )
         most = {"int8": 127, "int16": 32767}.get(name, self.num_microbatches)
         if self.num_microbatches > most:
-            raise ValueError(
+            yield (
                 f"num_microbatches={self.num_microbatches}: compression.name={name} has integers "
                 f"for the sum of at most {most:,}; set fewer, or compression.name=int16"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _local_steps_fit(self) -> TrainConfig:
+    def _local_problems(self) -> Iterator[str]:
         steps = self.local.steps
         if steps == 1:
-            return self
+            return
         if self.mesh.tp * self.mesh.pp > 1:
-            raise ValueError(
+            yield (
                 f"mesh.tp={self.mesh.tp}, mesh.pp={self.mesh.pp}: with local.steps={steps} a rank "
                 "steps all parameters of a worker; set both to 1, or local.steps=1"
             )
         if self.shards_optimizer:
-            raise ValueError(
+            yield (
                 f"sharding={self.sharding}, optimizer.sharded={self.optimizer.sharded}: with "
                 f"local.steps={steps} a rank steps all parameters of a worker; set sharding=none "
                 "and optimizer.sharded=false, or local.steps=1"
             )
         if self.precision.dtype == "fp16":
-            raise ValueError(
+            yield (
                 f"precision.dtype=fp16: its loss scale is of the run's steps, not of local.steps="
                 f"{steps}; set precision.dtype=bf16, or local.steps=1"
             )
         if self.num_microbatches * steps > self.batch_size:
-            raise ValueError(
+            yield (
                 f"local.steps={steps}: batch_size={self.batch_size} is less than a sample for each "
                 f"step of num_microbatches={self.num_microbatches} workers"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _trackers_differ(self) -> TrainConfig:
-        twice = next((name for name in self.trackers if self.trackers.count(name) > 1), None)
-        if twice is not None:
-            raise ValueError(f"trackers={list(self.trackers)}: {twice} comes twice")
-        return self
 
     @property
     def shards_optimizer(self) -> bool:

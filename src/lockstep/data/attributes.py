@@ -1,8 +1,8 @@
-"""Attributes that one pass sets and another one reads: what they hold depends on who computes what.
+"""Attributes that one pass sets and another one reads: their values depend on the number of ranks.
 
 A pass is the work on one microbatch or on one batch of an evaluation: fetching its samples and
 computing it. An attribute that a pass sets for itself does no harm. One that another pass reads is
-state, and which passes came before depends on the number of ranks.
+state, and the order of passes in a process depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class PassAttribute:
     """An attribute that a pass has set.
 
     Attributes:
-        path: what users call it, such as `task.mean`.
+        path: its name for users, such as `task.mean`.
         owner: object that has it.
-        name: its name there.
-        before: the value that was set last outside of passes, if any.
-        set_by: the pass that has set it; None if it was set outside of passes afterwards.
-        is_trusted: whether its present value was found to change no result.
-        num_trusted: number of values of which that was found.
+        name: its name in that object.
+        before: last value that was set outside of passes, if any.
+        set_by: pass that has set it; None if it was set outside of passes afterwards.
+        is_trusted: whether a check has shown that its present value changes no result.
+        num_trusted: number of values for which a check has shown that.
     """
 
     path: str
@@ -48,11 +48,11 @@ class PassAttribute:
 
 
 class AttributeGuard:
-    """Notices in any step that a pass reads what another pass has set.
+    """Notices, in any step, that a pass reads an attribute that another pass has set.
 
-    The classes of the watched objects get a `__setattr__` and a `__delattr__` that note what a pass
-    sets. From then on the attribute is read by way of a descriptor. So code that sets no attributes
-    is as quick as before. `close` gives the classes back as they were.
+    The classes of the watched objects get a `__setattr__` and a `__delattr__` that record what a
+    pass sets. From then on, reads of the attribute go through a descriptor, so code that sets no
+    attributes is as quick as before. `close` restores the classes.
 
     Without a call of `watch` it notices nothing.
 
@@ -75,7 +75,7 @@ class AttributeGuard:
 
         Args:
             objects: objects whose classes can be changed, by path.
-            is_scratch: whether a user has said of a path that no result depends on it.
+            is_scratch: whether the user has declared that no result depends on a path.
         """
         self._is_scratch = is_scratch
         # The objects are kept alive, so that an id stays with its object.
@@ -84,17 +84,17 @@ class AttributeGuard:
             self._watch_class(kind)
 
     def begin(self, cleared: bool = False) -> None:
-        """Begin to note what is read.
+        """Begin to record what is read.
 
         Args:
-            cleared: whether what was read until now is to have, in each pass, the value that it
-                had before any pass set it.
+            cleared: whether each pass is to start with attributes that were read so far reset to
+                their values before any pass set them.
         """
         self._cleared = list(self.read) if cleared else []
         self.read = {}
 
     def enter(self, at: Hashable) -> None:
-        """Begin a pass, or go on with it if it is the present one."""
+        """Begin a pass, or continue the present one."""
         if self._cleared and at != self.now:
             for attribute in self._cleared:
                 attribute.reset()
@@ -112,7 +112,7 @@ class AttributeGuard:
         return [attribute.path for attribute in self._set.values()]
 
     def close(self) -> None:
-        """Give all classes back as they were."""
+        """Restore all classes."""
         self.leave()
         while self._undo:
             self._undo.pop()()
@@ -168,7 +168,7 @@ class AttributeGuard:
         attribute.is_trusted = False
 
     def _watch_reads(self, kind: type, name: str) -> bool:
-        """Have a class's attribute read by way of a descriptor; whether that can be done."""
+        """Let reads of a class's attribute go through a descriptor; whether that is possible."""
         plain = next((vars(k)[name] for k in kind.__mro__ if name in vars(k)), _ABSENT)
         if isinstance(plain, WatchedAttribute):
             return True
@@ -187,10 +187,10 @@ class AttributeGuard:
 
 
 class WatchedAttribute:
-    """A descriptor that stands for an attribute, and tells when it is read.
+    """A descriptor in place of an attribute, which reports each read.
 
     Attributes:
-        plain: what the class has under that name without it, if anything.
+        plain: what the class has under that name otherwise, if anything.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class WatchedAttribute:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the class has nothing under that name."""
+        """Whether the class itself has nothing under that name."""
         return self.plain is _ABSENT
 
     def __get__(self, owner: object | None, kind: type | None = None) -> Any:
@@ -251,6 +251,6 @@ def _present(owner: object, name: str) -> Any:
 
 
 def _is_part_of_module(owner: object, name: str) -> bool:
-    """Whether it is a parameter, buffer or module of a module, which are looked after elsewhere."""
+    """Whether it is a parameter, buffer or module of a module; other code checks those."""
     inside = getattr(owner, "__dict__", {})
     return any(name in inside.get(part, ()) for part in ("_parameters", "_buffers", "_modules"))

@@ -24,7 +24,7 @@ from torch import Tensor
 from lockstep.config.files import open_to_read
 from lockstep.errors import ConfigError, DataError
 
-_TYPES: Mapping[int, tuple[torch.dtype, str]] = MappingProxyType(
+TYPES: Mapping[int, tuple[torch.dtype, str]] = MappingProxyType(
     {
         0x08: (torch.uint8, ">u1"),
         0x09: (torch.int8, ">i1"),
@@ -66,30 +66,6 @@ def read_idx(path: Path | str) -> Tensor:
         raise DataError(f"{path}: gzip data is damaged: {error}; get the file again") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-
-
-def write_idx(path: Path | str, tensor: Tensor) -> None:
-    """Write a tensor as an IDX file; gzipped, with reproducible bytes, if `path` ends in `.gz`.
-
-    Args:
-        path: path of the file; overwritten if it exists.
-        tensor: tensor of any shape; uint8, int8, int16, int32, float32 or float64.
-
-    Raises:
-        DataError: IDX has no code for the tensor's dtype, or the file cannot be written.
-    """
-    path = Path(path)
-    codes = {dtype: (code, stored) for code, (dtype, stored) in _TYPES.items()}
-    if tensor.dtype not in codes:
-        known = ", ".join(_short(dtype) for dtype in codes)
-        raise DataError(f"{path}: dtype={_short(tensor.dtype)}: IDX can only hold {known}")
-    code, stored = codes[tensor.dtype]
-    header = struct.pack(f">HBB{tensor.dim()}I", 0, code, tensor.dim(), *tensor.shape)
-    content = header + tensor.detach().cpu().numpy().astype(stored).tobytes()
-    try:
-        path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 def find_idx(folder: Path | str, stem: str) -> Path:
@@ -163,8 +139,8 @@ def _read_header(path: Path, stream: BinaryIO) -> tuple[np.dtype[np.generic], li
     magic = bytes(_read_up_to(stream, 4))
     if len(magic) < 4:
         raise DataError(f"{path}: truncated: the magic number is 4 bytes, found {len(magic)}")
-    if magic[:2] != b"\0\0" or magic[2] not in _TYPES:
-        codes = ", ".join(f"{code:02x}" for code in _TYPES)
+    if magic[:2] != b"\0\0" or magic[2] not in TYPES:
+        codes = ", ".join(f"{code:02x}" for code in TYPES)
         raise DataError(
             f"{path}: magic={magic.hex()}: not an IDX file (0000, one of {codes}, number of dims)"
         )
@@ -174,7 +150,7 @@ def _read_header(path: Path, stream: BinaryIO) -> tuple[np.dtype[np.generic], li
         raise DataError(
             f"{path}: truncated: {num_dims} dims make {4 * num_dims} bytes, found {len(dims)}"
         )
-    return np.dtype(_TYPES[magic[2]][1]), list(struct.unpack(f">{num_dims}I", dims))
+    return np.dtype(TYPES[magic[2]][1]), list(struct.unpack(f">{num_dims}I", dims))
 
 
 def _read_up_to(stream: BinaryIO, count: int) -> bytearray:
@@ -267,7 +243,7 @@ def mean_and_deviation(pixels: Tensor) -> tuple[float, float]:
 
 
 def hold_out(given: dict[str, Labelled], val: float, test: float) -> dict[str, Labelled]:
-    """`given` with val, and test where there is none, taken out of train.
+    """The splits of `given`, with val (and test, if missing) taken out of train.
 
     Every class is held out in proportion. The rows depend on the labels and the fractions only.
 

@@ -42,8 +42,7 @@ class BatchSource(ABC):
     Attributes:
         dataset: dataset that the samples come from.
         num_workers: number of processes that fetch; 0 fetches in this one.
-        pass_starts: of a stream of unknown length, the positions at which passes over it begin, as
-            far as they are known.
+        pass_starts: known positions at which the passes over a stream of unknown length begin.
     """
 
     def __init__(self, dataset: Any, seed: int, device: torch.device) -> None:
@@ -57,7 +56,7 @@ class BatchSource(ABC):
 
     @property
     def watched(self) -> IdleGenerators:
-        """Generators that the dataset must not draw from; a `TaskError` if it does."""
+        """Generators that the dataset must not draw from; drawing raises a `TaskError`."""
         return self._watched
 
     @watched.setter
@@ -67,7 +66,7 @@ class BatchSource(ABC):
 
     @property
     def guard(self) -> AttributeGuard:
-        """What notices attributes that one pass sets and another one reads."""
+        """The guard that notices attributes which one pass sets and another one reads."""
         return self._guard
 
     @guard.setter
@@ -76,11 +75,11 @@ class BatchSource(ABC):
         self._watch(self._watched, guard)
 
     def _watch(self, generators: IdleGenerators, guard: AttributeGuard) -> None:  # noqa: B027
-        """Have whatever fetches look after these generators and attributes."""
+        """Let the code that fetches watch these generators and attributes."""
 
     @abstractmethod
     def microbatch(self, step: int, microbatch: int) -> Batch | None:
-        """One microbatch, fetched now and apart from others; None if it has no samples."""
+        """One microbatch, fetched now by itself; None if it has no samples."""
 
     @abstractmethod
     def halved(self, step: int, microbatch: int) -> Iterator[Batch]:
@@ -99,21 +98,21 @@ class BatchSource(ABC):
         """
 
     def know_passes(self, starts: Sequence[int]) -> None:  # noqa: B027
-        """Learn `pass_starts` from a process that knows more of them."""
+        """Take over `pass_starts` from a process that knows more of them."""
 
     def landmarks(self) -> dict[str, str]:
-        """Digests of some samples of a stream, by place: other ranks must have the same."""
+        """Digests of some samples of a stream, by location; they must be equal on all ranks."""
         return {}
 
     @abstractmethod
     def close(self) -> None:
-        """No more batches will be fetched."""
+        """End fetching: no more batches are needed."""
 
 
 def set_epoch(epoch: int, *objects: object) -> None:
-    """Tell datasets and collate functions the number of the epoch, if they have a `set_epoch`.
+    """Call `set_epoch` of datasets and collate functions that have it.
 
-    It is told before each microbatch: other epochs, and evaluations, may have come between.
+    This is repeated before each microbatch: other epochs and evaluations may come in between.
     """
     for one in objects:
         setter = getattr(one, "set_epoch", None)
@@ -143,7 +142,7 @@ class Request(NamedTuple):
         key: seed of the global generators, 63 bits.
         indices: indices of the samples in the dataset, int64 [N].
         epoch: number of the epoch they are fetched for, from 0.
-        of: the pass that they are fetched for: step and microbatch, or split and batch.
+        of: pass that they are fetched for: step and microbatch, or split and batch.
     """
 
     key: int
@@ -153,13 +152,13 @@ class Request(NamedTuple):
 
 
 class Fetcher(Dataset[Batch]):
-    """A dataset whose items are whole microbatches, asked for by `Request`.
+    """A dataset whose items are whole microbatches, indexed by `Request`.
 
-    What the dataset draws at random (augmentation) depends on the request only, so it does not
-    matter which process fetches it or when.
+    Random draws of the dataset (augmentation) depend on the request only, not on the process that
+    fetches or on when it does.
 
     Attributes:
-        watched: generators that the dataset must not draw from; a `TaskError` if it does.
+        watched: generators that the dataset must not draw from; drawing raises a `TaskError`.
         guard: notices attributes that one pass sets and another one reads.
         tensors: tensors of a dataset that has nothing else: a batch is `rows` of them; else None.
     """
@@ -184,7 +183,7 @@ class Fetcher(Dataset[Batch]):
         except LockstepError as error:
             if get_worker_info() is None:
                 raise
-            return error  # which torch would wrap in another, with a traceback as its message
+            return error  # raised here, torch would wrap it in an error with a traceback as message
 
     def _batch(self, request: Request) -> Batch:
         if self.tensors is not None:
@@ -245,7 +244,7 @@ class Loader(BatchSource):
     def microbatch(self, step: int, microbatch: int) -> Batch | None:
         """One microbatch, fetched now; None if it has no samples."""
         fetcher = self._fetcher
-        if fetcher.tensors is not None:  # draws nothing, so there is no key to make
+        if fetcher.tensors is not None:  # nothing is drawn, so no key is needed
             indices = self._sampler.indices(step, microbatch)
             batch = fetcher.rows(fetcher.tensors, indices) if indices.numel() else None
             return to_device(batch, self._device)
@@ -277,11 +276,12 @@ class Loader(BatchSource):
                 for m in range(*microbatches):
                     yield step, m, self.microbatch(step, m)
             return
-        wanted = _Requests(self._request, microbatches, first_step, last_step)
+        steps = range(first_step, last_step)
+        requests = (self._request(step, m) for step in steps for m in range(*microbatches))
         batches = fetched(
             DataLoader(
                 self._fetcher,
-                sampler=wanted,
+                sampler=filter(None, requests),  # drawn from as batches are fetched ahead
                 batch_size=None,
                 num_workers=self.num_workers,
                 prefetch_factor=self._prefetch,
@@ -300,9 +300,9 @@ class Loader(BatchSource):
                     yield step, m, to_device(batch, self._device)
 
     def _check_fetched(self, step: int, microbatch: int, batch: Batch | None) -> None:
-        """Refuse a dataset that gives in a worker process what it does not give in this one.
+        """Refuse a dataset that returns another batch in a worker process than in this one.
 
-        What a dataset keeps from sample to sample, it keeps in each worker for itself.
+        State that a dataset keeps between samples differs from worker to worker.
 
         Raises:
             TaskError: it does.
@@ -330,28 +330,3 @@ class Loader(BatchSource):
             return None
         key = random_key(self._seed, Stream.DATA, step, microbatch)
         return Request(key, indices, self._sampler.epoch(step), (step, microbatch))
-
-
-class _Requests:
-    """The sampler of a DataLoader: makes requests as they are asked for."""
-
-    def __init__(
-        self,
-        make: Callable[[int, int], Request | None],
-        microbatches: Assigned,
-        first_step: int,
-        last_step: int,
-    ) -> None:
-        self._make = make
-        self._microbatches = microbatches
-        self._steps = range(first_step, last_step)
-
-    def __iter__(self) -> Iterator[Request]:
-        for step in self._steps:
-            for m in range(*self._microbatches):
-                request = self._make(step, m)
-                if request is not None:
-                    yield request
-
-    def __len__(self) -> int:
-        return len(self._steps) * len(self._microbatches)

@@ -1,8 +1,8 @@
 """Datasets that are read from the beginning to the end, sample by sample.
 
-The samples of a stream are numbered in the order in which they come. Which of them make up a step
-and a microbatch follows from these numbers, so every rank goes through the same stream and passes
-over what others compute. A run is resumed by passing over what it has had.
+The samples of a stream are numbered in the order in which they come. These numbers determine the
+samples of each step and microbatch, so every rank reads the same stream and skips the samples of
+other ranks. A resumed run skips the samples that it has seen.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from lockstep.errors import DataError
 
 @runtime_checkable
 class Skips(Protocol):
-    """What an iterator over a stream may offer, so that passing over samples is cheap."""
+    """An iterator over a stream that can skip samples cheaply."""
 
     def skip(self, count: int) -> int:
-        """Pass over the next `count` samples.
+        """Skip the next `count` samples.
 
         Returns:
-            How many there were: fewer if the stream ends before.
+            The number of skipped samples: fewer if the stream ends before.
         """
 
 
@@ -49,12 +49,12 @@ def stream_length(dataset: Any, split: str) -> int | None:
             f"dataset({split!r}): is a DataLoader, which makes batches itself; return the dataset "
             "it reads, and set batch_size, data.num_workers and Task.collate"
         )
-    # A class of the user's may begin anew in __iter__ and return itself.
+    # A class of the user's may start over in __iter__ and return itself.
     of_python = type(dataset).__module__.partition(".")[0] in sys.stdlib_module_names
     if isinstance(dataset, Iterator) and of_python:
         raise DataError(
             f"dataset({split!r}): is a {type(dataset).__name__}, an iterator, which can be read "
-            "only once; return an object whose __iter__ begins anew each time"
+            "only once; return an object whose __iter__ starts from the beginning each time"
         )
     try:
         return len(dataset)
@@ -65,11 +65,10 @@ def stream_length(dataset: Any, split: str) -> int | None:
 class Pass:
     """One pass over a stream.
 
-    What the stream draws from the global generators depends on the number of the sample it is
-    about to give.
+    The draws of the stream from the global generators depend on the number of the next sample only.
 
     Attributes:
-        position: number of samples that were read or passed over.
+        position: number of samples that were read or skipped.
     """
 
     def __init__(self, dataset: Iterable[Any], epoch: int, key: Callable[[int], int]) -> None:
@@ -97,11 +96,11 @@ class Pass:
 
     @property
     def can_skip(self) -> bool:
-        """Whether passing over samples costs less than reading them."""
+        """Whether skipping samples costs less than reading them."""
         return isinstance(self._iterator, Skips)
 
     def skip(self, count: int) -> int:
-        """Pass over samples; how many there were.
+        """Skip samples; returns how many there were.
 
         Raises:
             DataError: the stream's own `skip` returns something else.
@@ -120,7 +119,7 @@ class Pass:
         return skipped
 
     def close(self) -> None:
-        """End the pass; a generator is told."""
+        """End the pass, and close a generator."""
         if isinstance(self._iterator, types.GeneratorType):
             self._iterator.close()
 
@@ -128,8 +127,8 @@ class Pass:
 class ShuffledPass:
     """A pass whose samples are shuffled in blocks.
 
-    A block's order depends on its number only, so a run can begin in any of them. (The order of a
-    buffer whose slots are refilled one by one depends on everything before.)
+    A block's order depends on its number only, so a run can start at any block. (The order of a
+    buffer whose slots are refilled one by one depends on all samples before.)
     """
 
     def __init__(self, inner: Pass, block_size: int, generator: Callable[[int], Any]) -> None:
@@ -148,7 +147,7 @@ class ShuffledPass:
 
     @property
     def can_skip(self) -> bool:
-        """Whether passing over samples costs less than reading them."""
+        """Whether skipping samples costs less than reading them."""
         return self._inner.can_skip
 
     def __iter__(self) -> ShuffledPass:
@@ -163,7 +162,7 @@ class ShuffledPass:
         return self._block[self._next - 1]
 
     def skip(self, count: int) -> int:
-        """Pass over samples; how many there were."""
+        """Skip samples; returns how many there were."""
         rest = min(count, len(self._block) - self._next)
         self._next += rest
         if rest == count:

@@ -19,7 +19,7 @@ from lockstep.errors import TaskError
 
 
 class Stream(IntEnum):
-    """Uses of randomness that must not share numbers."""
+    """Uses of randomness, each with random numbers of its own."""
 
     MODEL = 1
     DATA = 2
@@ -41,13 +41,13 @@ _MAY_HAVE_CUDA = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
 
 
 def random_key(seed: int, stream: Stream, step: int = 0, microbatch: int = 0) -> int:
-    """63 bits, mixed from all four numbers (splitmix64; Steele, Lea and Flood 2014, figure 17)."""
+    """63 bits that mix all four numbers (splitmix64; Steele, Lea and Flood 2014, figure 17)."""
     return _mixed(_mixed(_of_stream(seed, stream), step), microbatch) >> 1
 
 
 @lru_cache(maxsize=64)
 def _of_stream(seed: int, stream: Stream) -> int:
-    """What all keys of a stream begin with."""
+    """The state that all keys of a stream start from."""
     return _mixed(_mixed(0, seed), stream)
 
 
@@ -78,8 +78,8 @@ def generator(device: torch.device | str = "cpu") -> torch.Generator:
     """A new generator for the microbatch, sample or step that is being computed.
 
     It is seeded with a number drawn from torch's global state, which is set for each microbatch.
-    Make it anew each time, in `Task.loss`, `Task.after_step` or the dataset: one that is kept
-    would depend on how many batches this process has seen.
+    Make a new one each time, in `Task.loss`, `Task.after_step` or the dataset: the state of one
+    that is kept would depend on how many batches this process has seen.
     """
     return torch.Generator(device).manual_seed(_drawn_seed())
 
@@ -91,7 +91,7 @@ def numpy_generator() -> np.random.Generator:
 
 @contextlib.contextmanager
 def kept_generators() -> Iterator[None]:
-    """Leaves all global generators as they were before, whatever is drawn while in here."""
+    """Restore all global generators at the end of the context."""
     states = random.getstate(), np.random.get_state()
     # Where CUDA has not begun there is nothing to keep, and asking would begin it on device 0.
     has_begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -160,19 +160,19 @@ def _comparable(state: object) -> object:
 
 
 class IdleGenerators:
-    """Generators that the first microbatch did not draw from, to be watched from then on."""
+    """Generators that the first microbatch did not draw from, and that must stay unused."""
 
     def __init__(self, generators: Mapping[str, AnyGenerator]) -> None:
-        """Watch generators, by what they are called."""
+        """Watch generators, by name."""
         self._generators = dict(generators)
         self.mark()
 
     def mark(self) -> None:
-        """Take the present states as the expected ones: they are the same on all ranks."""
+        """Take the present states, which are equal on all ranks, as the expected ones."""
         self._states = {path: generator_state(g) for path, g in self._generators.items()}
 
     def check(self) -> None:
-        """Make sure that nothing has been drawn from them.
+        """Check that nothing has been drawn from them.
 
         Raises:
             TaskError: naming the first generator that was drawn from.

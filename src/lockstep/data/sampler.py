@@ -1,7 +1,7 @@
-"""Which samples belong to which step and microbatch, in which order: pure functions of the seed.
+"""The samples of each step and microbatch, and their order: pure functions of the seed.
 
-Ranks do not appear here: they come and go, the samples of (step, microbatch) stay the same. So any
-number of ranks can go on in the middle of an epoch where any other number left off.
+They do not depend on ranks. So any number of ranks can go on in the middle of an epoch where any
+other number has stopped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lockstep.parallel.layout import Range, split
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 Order = Callable[[int, np.random.Generator], Indices]
-"""Takes an epoch (from 0) and a generator of its own; gives indices of samples, int64 [N]."""
+"""Function of an epoch (from 0) and its generator that returns indices of samples, int64 [N]."""
 
 
 def order_generator(seed: int, epoch: int) -> np.random.Generator:
@@ -34,7 +34,7 @@ def order_generator(seed: int, epoch: int) -> np.random.Generator:
 
 
 def shuffled(num_samples: int) -> Order:
-    """All samples in an order that is drawn anew for each epoch."""
+    """All samples, in a new random order for each epoch."""
     return lambda epoch, generator: generator.permutation(num_samples).astype(np.int64, copy=False)
 
 
@@ -55,7 +55,7 @@ def weighted(weights: Any, num_samples: int) -> Order:
         TaskError: the weights are no such numbers.
     """
     heights = np.cumsum(_checked_weights(weights, num_samples))
-    # A product that is rounded up to the whole sum would lie behind the last sample.
+    # A product that is rounded up to the whole sum would give an index past the last sample.
     last = int(np.searchsorted(heights, heights[-1]))
 
     def draw(epoch: int, generator: np.random.Generator) -> Indices:
@@ -107,7 +107,7 @@ class GivenOrder:
     def __init__(
         self, make: Callable[[int, np.random.Generator], Any], num_samples: int, seed: int
     ) -> None:
-        """Ask for the order of epoch 0 twice, with another epoch's between them.
+        """Get the order of epoch 0 twice, with that of another epoch in between.
 
         Args:
             make: the task's function; must not return None.
@@ -115,7 +115,7 @@ class GivenOrder:
             seed: seed of the run.
 
         Raises:
-            TaskError: what it gives is not the same both times, or is no indices.
+            TaskError: the two orders differ, or are no indices.
         """
         self._make = make
         self._num_samples = num_samples
@@ -133,10 +133,10 @@ class GivenOrder:
         """The order of an epoch.
 
         Raises:
-            TaskError: it is no indices of samples, or has another length than that of epoch 0.
+            TaskError: they are no indices of samples, or differ in number from those of epoch 0.
         """
         with kept_generators():
-            # What it draws from the global generators is the same whoever asks, and when.
+            # So its draws from the global generators depend on the epoch only.
             seed_all(random_key(self._seed, Stream.ORDER, epoch))
             given = self._make(epoch, generator)
         where = f"Task.epoch_indices: epoch {epoch}"
@@ -239,9 +239,9 @@ class BatchLayout:
         return len(self._ranges(self.step_size(step))[microbatch])
 
     def order_digest(self, step: int) -> int:
-        """A digest of the order that a caller has given for the epoch of a step: 52 bits.
+        """A digest, 52 bits, of the order that the task gives for the epoch of a step.
 
-        It is 0 where there is none, or this process has not used it.
+        It is 0 where the task gives none, or this process has not used it.
         """
         return 0
 
@@ -259,7 +259,7 @@ class BatchLayout:
 
 
 class ElasticSampler(BatchLayout):
-    """Assigns samples of a map-style dataset to steps, in an order drawn anew for each epoch."""
+    """Assigns samples of a map-style dataset to steps, in a new random order for each epoch."""
 
     def __init__(
         self,
@@ -280,8 +280,8 @@ class ElasticSampler(BatchLayout):
             seed: seed of the orders of all epochs.
             shuffle: whether to draw the orders; else samples come in the dataset's order.
             drop_last: whether the samples that do not fill an epoch's last batch are left out.
-            order: function that gives the samples of an epoch, instead of `shuffle`; always
-                `num_samples` of them.
+            order: function that returns the `num_samples` samples of an epoch, instead of
+                `shuffle`.
 
         Raises:
             DataError: there are no samples.
@@ -307,7 +307,7 @@ class ElasticSampler(BatchLayout):
                 newest = {epoch - 1: self._digests.get(epoch - 1, 0)}
                 self._digests = newest | {epoch: _digest(self._order)}
         first, last = self.positions(step, microbatch)
-        # A part of an array is made in half the time that one of a tensor takes.
+        # Slicing an array takes half the time of slicing a tensor.
         return torch.from_numpy(self._order[first:last])
 
     def order_digest(self, step: int) -> int:

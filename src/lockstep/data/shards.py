@@ -1,8 +1,8 @@
 """Samples in tar files, as WebDataset has them: `lockstep.Shards`.
 
 The files next to each other in a tar that have the same name up to the first dot are one sample.
-Their places are found once, from the headers. So samples are read in any order, and those of other
-ranks, or of steps before a resume, are not read at all.
+Their locations are found once, from the headers. So samples can be read in any order, and those of
+other ranks, or of steps before a resume, are not read at all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from lockstep.config.parsing import parse_int, parse_json, shown
-from lockstep.errors import DataError
+from lockstep.errors import DataError, file_errors
 
 Decoder = Callable[[bytes], Any]
 
@@ -29,7 +29,7 @@ _NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
 _PICKLES = frozenset({"pyd", "pkl", "pickle", "pth", "pt", "ckpt", "joblib"})
 _END = bytes(512)
 _DAMAGE = (tarfile.TarError, EOFError, ValueError, OverflowError)
-"""What tarfile raises for hostile headers."""
+"""Exceptions of tarfile for hostile headers."""
 
 
 def _array(data: bytes) -> Any:
@@ -58,7 +58,7 @@ DECODERS: Mapping[str, Decoder] = MappingProxyType(
         **dict.fromkeys(("cls", "cls2", "class", "count", "index", "inx", "id"), _integer),
     }
 )
-"""What makes a value of a file's bytes, by the last part of its extension."""
+"""Functions from a file's bytes to a value, by the last part of its extension."""
 
 
 class _Member(NamedTuple):
@@ -92,8 +92,8 @@ class Shards(Dataset[dict[str, Any]]):
 
         Args:
             paths: one file or several.
-            decoders: functions from bytes to a value by extension, such as `png`, beside those that
-                are known or in their place.
+            decoders: functions from bytes to a value by extension, such as `png`, in addition to
+                the known ones or in their place.
             decode: whether to decode; if not, all values are bytes.
 
         Raises:
@@ -125,13 +125,10 @@ class Shards(Dataset[dict[str, Any]]):
         path = self.paths[number]
         members = self._shards[number].members(position - self._starts[number])
         sample: dict[str, Any] = {"__key__": members[0].key}
-        try:
-            with path.open("rb", buffering=0) as file:
-                for member in members:
-                    file.seek(member.offset)
-                    sample[member.extension] = self._value(path, member, file.read(member.size))
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+        with file_errors(DataError, path, "read"), path.open("rb", buffering=0) as file:
+            for member in members:
+                file.seek(member.offset)
+                sample[member.extension] = self._value(path, member, file.read(member.size))
         return sample
 
     def _value(self, path: Path, member: _Member, data: bytes) -> Any:
@@ -152,7 +149,7 @@ class Shards(Dataset[dict[str, Any]]):
 
 
 class _Index:
-    """Where the members of one tar file lie, in little memory."""
+    """The locations of the members of one tar file, in little memory."""
 
     def __init__(self, members: Iterable[_Member]) -> None:
         extensions: dict[str, int] = {}
@@ -230,7 +227,7 @@ def _files(path: Path) -> Iterator[_Member]:
                     raise DataError(f"{path}: {name}: is a sparse file; store it as a plain one")
                 key, extension = match.groups()
                 yield _Member(key, extension.lower(), member.offset_data, member.size)
-            # At a damaged header tarfile stops as it does at the mark of the archive's end.
+            # tarfile stops at a damaged header as at the end mark of the archive.
             file.seek(tar.offset)
             if file.read(len(_END)) != _END:
                 raise DataError(f"{path}: {_after(name)} is damaged or cut off; fetch it again")

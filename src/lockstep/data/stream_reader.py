@@ -1,4 +1,4 @@
-"""Reading a stream from any position on, and the microbatches of it."""
+"""Reading a stream from any position, and loading its microbatches."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ from lockstep.parallel.layout import Assigned, Range
 
 
 class StreamReader:
-    """Gives the samples at any positions of a stream; quickly if they lie ahead.
+    """Reads samples at any positions of a stream; quickly if they come after the present one.
 
-    A stream of unknown length is read again from its beginning when it ends. Its positions count on
-    then.
+    A stream of unknown length is read again from its beginning when it ends; positions then go on
+    counting.
 
     Attributes:
-        starts: of a stream of unknown length, the positions at which its passes begin, as far as
-            they are known.
+        starts: known positions at which the passes over a stream of unknown length begin.
     """
 
     def __init__(
@@ -55,13 +54,13 @@ class StreamReader:
         self._pass: Pass | ShuffledPass | None = None
         self._epoch = 0
         self._position = 0
-        self._held: dict[int, Any] = {}
+        self._kept: dict[int, Any] = {}
         self._batch_start = 0
 
     def read(self, epoch: int, wanted: Range, batch_start: int) -> list[Any]:
         """The samples at some positions.
 
-        Those of the same batch are kept, should they be asked for after a loss of ranks.
+        Samples of the same batch are kept, in case they are needed again after a loss of ranks.
 
         Args:
             epoch: number of the pass; 0 for streams of unknown length, whose positions count on.
@@ -74,14 +73,14 @@ class StreamReader:
         try:
             return self._read(epoch, wanted, batch_start)
         except BaseException:
-            self.close()  # a generator that has raised would seem to be at its end
+            self.close()  # a generator that has raised would look as if it had ended
             raise
 
     def check_skipping(self, count: int) -> None:
-        """Make sure that a `skip` of the stream's own leads to where reading does.
+        """Check that the stream's own `skip` ends at the same sample as reading does.
 
         Args:
-            count: number of samples to pass over.
+            count: number of samples to skip.
 
         Raises:
             DataError: it does not.
@@ -108,14 +107,11 @@ class StreamReader:
         return epoch if self._length is not None else bisect_right(self.starts, position) - 1
 
     def landmarks(self, stride: int) -> dict[str, str]:
-        """Digests of every `stride`-th sample of the newest batch, as far as they were read.
-
-        By place; other ranks must have the same.
-        """
+        """Digests of every `stride`-th sample of the newest batch that was read, by location."""
         epoch = self._epoch if self._length is not None else 0
         return {
             f"sample {position} of epoch {epoch}": data_digest(sample)
-            for position, sample in self._held.items()
+            for position, sample in self._kept.items()
             if position >= self._batch_start and (position - self._batch_start) % stride == 0
         }
 
@@ -124,33 +120,33 @@ class StreamReader:
         if self._pass is not None:
             self._pass.close()
         self._pass = None
-        self._held = {}
+        self._kept = {}
 
     def _read(self, epoch: int, wanted: Range, batch_start: int) -> list[Any]:
         if self._pass is None or self._is_behind(epoch, wanted):
             self._begin(epoch, batch_start)
-        self._held = {p: s for p, s in self._held.items() if p >= batch_start}
+        self._kept = {p: s for p, s in self._kept.items() if p >= batch_start}
         self._skip(batch_start)
         if self._pass is not None and self._pass.can_skip:
             self._skip(wanted.first)
         while self._position < wanted.last:
             position = self._position
-            self._held[position] = self._next()
+            self._kept[position] = self._next()
         if self._position == self._length:
             self._check_end()
         self._batch_start = batch_start
-        return [_copied(self._held[position]) for position in range(*wanted)]
+        return [_copied(self._kept[position]) for position in range(*wanted)]
 
     def _is_behind(self, epoch: int, wanted: Range) -> bool:
-        """Whether the present pass has gone past a position that is wanted and not held."""
+        """Whether the present pass is beyond a wanted position whose sample is not kept."""
         if epoch != (self._epoch if self._length is not None else 0):
             return True
         return any(
-            p not in self._held for p in range(wanted.first, min(wanted.last, self._position))
+            p not in self._kept for p in range(wanted.first, min(wanted.last, self._position))
         )
 
     def _begin(self, epoch: int, position: int) -> None:
-        """Begin the pass in which a position lies, as far as that is known."""
+        """Begin the pass that contains a position, or the last known pass before it."""
         if self._length is None:
             epoch = bisect_right(self.starts, position) - 1
             position = self.starts[epoch]
@@ -182,7 +178,7 @@ class StreamReader:
         return self._next()
 
     def _skip(self, position: int) -> None:
-        """Pass over what comes before a position."""
+        """Skip the samples before a position."""
         while self._position < position:
             assert self._pass is not None
             wanted = position - self._position
@@ -223,10 +219,10 @@ class StreamReader:
         self._pass = self._open(self._epoch)
 
     def _check_end(self) -> None:
-        """Make sure that a pass that has been read to its end has no more samples.
+        """Check that a pass that has been read to its end has no more samples.
 
         Raises:
-            DataError: it has.
+            DataError: there are more.
         """
         assert self._pass is not None
         for _ in self._pass:
@@ -236,7 +232,7 @@ class StreamReader:
 
 
 def _copied(sample: Any) -> Any:
-    """A sample that may be changed in place, by a collate function, while the original is held."""
+    """A copy of a sample: a collate function may change it in place."""
     return tree_map(_copied_leaf, sample)
 
 
@@ -252,7 +248,7 @@ _NUM_LANDMARKS = 8
 class StreamLoader(BatchSource):
     """Microbatches of a stream in the order in which a rank computes them.
 
-    It goes on reading where the last microbatch ended, if it can.
+    If possible, it goes on reading where the last microbatch ended.
     """
 
     def __init__(
@@ -282,12 +278,12 @@ class StreamLoader(BatchSource):
         self.pass_starts = self._reader.starts
 
     def know_passes(self, starts: Sequence[int]) -> None:
-        """Learn where passes begin that this process has not read, from one that has."""
+        """Take over where passes begin from a process that has read more of them."""
         if len(starts) > len(self.pass_starts):
             self.pass_starts[:] = starts
 
     def check_skipping(self) -> None:
-        """Make sure that passing over samples leads to where reading them does.
+        """Check that skipping samples ends at the same sample as reading them does.
 
         Raises:
             DataError: it does not.

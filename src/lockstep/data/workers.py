@@ -1,14 +1,13 @@
-"""Processes that fetch ahead, and work that is shared out among all processes.
+"""Worker processes that fetch ahead, and files that any one of many processes makes.
 
-torch raises an exception from a handler of SIGCHLD when a worker of a `DataLoader` has died, so
-wherever the main thread is at that moment: in a collective, or half-way through the optimizer.
-Here the handler is deferred until the next batch is fetched, where an exception counts as the
-task's. It is restored when the training ends, not earlier: signals of workers that were given up
-come late.
+When a worker of a `DataLoader` dies, torch raises an exception from a handler of SIGCHLD, wherever
+the main thread is: in a collective, or half-way through the optimizer. Here the handler is deferred
+until the next batch is fetched, where an exception counts as the task's. It is restored when the
+training ends, not earlier: signals of abandoned workers come late.
 
-No process assigns it: each takes what no other has taken, and in the end waits for the rest. So it
-does not matter how many there are, nor whether they know of each other. What a process was making
-when it died is made by another one.
+Shared files are assigned to no process: each one makes those that no other is making, and then
+waits for the rest. So the number of processes does not matter, nor whether they know of each other.
+If a process dies, another one makes its file.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from typing import IO, Any, TypeVar
 from torch.utils.data import DataLoader
 
 from lockstep.config.files import open_regular, temporary_beside
-from lockstep.errors import DataError
+from lockstep.errors import DataError, file_errors
 
 T = TypeVar("T")
 
@@ -65,7 +64,7 @@ def release(user: object) -> None:
 
 
 class _Deferred:
-    """A handler of a signal that passes it on to another handler only while it is let in.
+    """A signal handler that forwards its signal to another handler only during `let_in`.
 
     Attributes:
         users: ids of the objects that fetch.
@@ -90,11 +89,11 @@ class _Deferred:
         signal.signal(signal.SIGCHLD, self._handler)
         if self._is_pending:
             self._is_pending = False
-            with suppress(RuntimeError):  # torch's, of a worker that nobody waits for any more
+            with suppress(RuntimeError):  # torch's, about a worker that is no longer needed
                 self._handler(signal.SIGCHLD, None)
 
     def let_in(self, batches: Iterator[T]) -> T:
-        """The next of `batches`; signals since the last call are passed on first."""
+        """The next of `batches`; pending signals are forwarded first."""
         self._is_open = True
         try:
             if self._is_pending:
@@ -104,7 +103,7 @@ class _Deferred:
         except (OSError, EOFError) as error:
             if "DataLoader worker process" in str(error):  # the dataset raised it there
                 raise
-            # Batches lie in memory that is received from the worker, which may just have died.
+            # Batches are in memory that the worker sends, and the worker may just have died.
             if callable(self._handler):
                 self._handler(signal.SIGCHLD, None)
             message = "the connection to a worker process of the data loader broke; it has died"
@@ -114,10 +113,10 @@ class _Deferred:
 
 
 def _deferred_handler() -> _Deferred:
-    """Makes the process's handler of SIGCHLD a deferred one, if there is one.
+    """The process's handler of SIGCHLD, deferred from now on.
 
-    Outside of the main thread, torch installs no handler: it then looks after its workers every
-    five seconds while it waits for a batch.
+    Outside of the main thread, torch installs no handler: it then checks its workers every five
+    seconds while it waits for a batch.
     """
     present = signal.getsignal(signal.SIGCHLD)
     if isinstance(present, _Deferred):
@@ -129,7 +128,7 @@ def _deferred_handler() -> _Deferred:
 
 
 def _is_in_destructor(frame: FrameType | None) -> bool:
-    """Whether what is raised in a frame is lost, and printed, since a `__del__` has called it."""
+    """Whether an exception raised in a frame would only be printed, since a `__del__` called it."""
     while frame is not None:
         if frame.f_code.co_name == "__del__":
             return True
@@ -138,17 +137,17 @@ def _is_in_destructor(frame: FrameType | None) -> bool:
 
 
 def _end_with_rank(_: int) -> None:
-    """Have the kernel end this worker with its rank.
+    """Let the kernel end this worker with its rank.
 
-    A worker holds copies of the rank's sockets and pipes, by whose end others know of its death;
-    torch's own workers notice within five seconds.
+    A worker has copies of the rank's sockets and pipes, whose end shows the others that the rank
+    has died. By themselves, torch's workers notice that within five seconds.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def share_out(folder: Path, names: list[str], make: Callable[[int, Path], None]) -> list[Path]:
-    """Make files that are not there yet, each by one of the processes that call this.
+    """Make missing files, each in one of the processes that call this.
 
     All must be able to lock files in `folder` (record locks, which network file systems have too).
 
@@ -165,15 +164,13 @@ def share_out(folder: Path, names: list[str], make: Callable[[int, Path], None])
         DataError: the folder cannot be written or locked.
     """
     paths = [folder / name for name in names]
-    try:
+    with file_errors(DataError, folder):
         folder.mkdir(parents=True, exist_ok=True)
         with os.fdopen(open_regular(folder / "lock", os.O_RDWR | os.O_CREAT), "r+b") as lock:
             for wait in (False, True):
                 for number, path in enumerate(paths):
                     if not path.exists():
                         _make(lock, number, path, make, wait)
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be written: {error.strerror or error}") from error
     return paths
 
 

@@ -23,7 +23,7 @@ from lockstep.engine.hook import Hook
 from lockstep.engine.passes.buffers import ForwardState
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.passes.stages import stages_of
-from lockstep.engine.placement import Places
+from lockstep.engine.placement import Placement
 from lockstep.engine.recovery.consistency import check_same, check_start
 from lockstep.engine.run.progress import check_watched
 from lockstep.engine.runtime import Runtime, everywhere
@@ -70,9 +70,9 @@ class Parts:
     facts: dict[str, Any]
 
     @property
-    def places(self) -> Places:
+    def placement(self) -> Placement:
         """Place of each rank on the mesh."""
-        return self.train_step.places
+        return self.train_step.placement
 
     @property
     def data_digest(self) -> str:
@@ -142,7 +142,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     agreed = everywhere(
         transport,
         lambda: first_agreed(
-            about.name, about.rank, flat.segments, flat.places, trial.gradients, runtime.device
+            about.name, about.rank, flat.segments, flat.specs, trial.gradients, runtime.device
         ),
     )
     facts["loss and gradient of the first microbatch"] = trial.digest
@@ -163,13 +163,13 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     stages = everywhere(transport, lambda: stages_of(model, compute, config, loader))
     if isinstance(model, Pipeline):
         model.untie()
-    places = Places(config, runtime, model, stages)
+    placement = Placement(config, runtime, model, stages)
     if not transport.is_joining:  # who joins has no place yet
-        places.arrange()
-    if places.is_split and not transport.is_joining:
-        flat = flat.restricted(places.own)
-        keep(model, places.own)
-    size, can_regroup = places.data.size, transport.can_regroup
+        placement.arrange()
+    if placement.is_split and not transport.is_joining:
+        flat = flat.restricted(placement.own)
+        keep(model, placement.own)
+    size, can_regroup = placement.data.size, transport.can_regroup
     has_phases = compute.phases.are_several
     inner = compute.local.optimizer if compute.local else None
     everywhere(
@@ -196,7 +196,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         state,
         constants,
         optimizer,
-        places,
+        placement,
         total_steps,
         pass_state,
         sampler.order_digest,

@@ -98,16 +98,6 @@ def storages(slices: Sequence[Sequence[Slice]]) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
-def is_in(part: Range, whole: Range) -> bool:
-    """Whether all of a part is among the elements of another range."""
-    return whole.first <= part.first and part.last <= whole.last
-
-
-def within(part: Range, whole: Range) -> slice:
-    """Where a part is, counted from the start of what it is a part of."""
-    return slice(part.first - whole.first, part.last - whole.first)
-
-
 _ALIGN = 16
 """Elements. Tensors start on a cache line, and no group ends inside a vector register."""
 
@@ -313,7 +303,7 @@ class FlatTensors:
                 tensor.data = view
 
     @property
-    def places(self) -> list[list[tuple[int, torch.Size]]]:
+    def specs(self) -> list[list[tuple[int, torch.Size]]]:
         """For each segment, (offset, shape) of each tensor."""
         return [
             [(e.offset, e.shape) for e in self.entries if e.segment == s]

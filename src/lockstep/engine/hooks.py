@@ -223,10 +223,10 @@ class Hooks:
 
         Without it this rank would wait for the shards of others, and they for its next message.
         """
-        places, region = self._parts.places, region_of(self._parts.model)
+        placement, region = self._parts.placement, region_of(self._parts.model)
         is_alone = hook.first_only or name in _CALLED_BY_SOME
-        is_spare = places.replica_number == len(places.mesh.replicas)
-        if region is None or places.mesh.tp == 1 or not (is_alone or is_spare):
+        is_spare = placement.replica_number == len(placement.mesh.replicas)
+        if region is None or placement.mesh.tp == 1 or not (is_alone or is_spare):
             yield
             return
         who = "runs on some ranks only" if is_alone else "runs on a spare rank too, with no replica"

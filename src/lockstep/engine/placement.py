@@ -100,7 +100,7 @@ class StageOrder:
             self._model.axis.finish()
 
 
-class Places:
+class Placement:
     """The mesh of the present group.
 
     Attributes:
@@ -327,7 +327,7 @@ class Places:
             self.give_up()
             raise
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Go on in the same group after a failure that all ranks have noticed; a collective."""
         if self.are_coupled:
             self._connect_axes()

@@ -153,7 +153,7 @@ class Reducer:
         self._reduction = OrderedReduction(
             self._transport,
             flat.segments,
-            flat.places,
+            flat.specs,
             num_scalars=1 + len(self._names),
             num_header=1,
             num_microbatches=num_microbatches,

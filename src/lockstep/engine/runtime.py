@@ -96,7 +96,7 @@ class Runtime:
         stop_reason: function that returns why the run should end after this step, if it should.
         take_over: function that makes this process, now rank 0, the one that shows and stores.
         at: function that is called at each moment of a step, see `faults.Moment`.
-        heartbeat: sign of life of this process, for its watchdog.
+        heartbeat: tells the watchdog that this process is alive.
         on_step: function that is called with the number of committed steps, after each of them.
     """
 

@@ -25,7 +25,7 @@ from lockstep.engine.task.task import check_config
 from lockstep.errors import CheckpointError, LaunchError, LockstepError, RankFailure, TaskFailure
 from lockstep.launching.front import Result, Session, Stopped, claim, find_device, new_run_dir
 from lockstep.launching.front.api import restored
-from lockstep.launching.job.commands import RankCommand, local_command
+from lockstep.launching.job.commands import local_command
 from lockstep.launching.job.ending import Ended
 from lockstep.launching.rank.early import INTERRUPTED
 from lockstep.launching.rank.environment import Environment, detect
@@ -83,7 +83,7 @@ def launch(
     Raises:
         Stopped: the run was asked to stop before its end; it can be resumed.
         LockstepError: the task, the config or the data do not work, or the ranks could not be
-            started; as the kind that the ranks raised.
+            started; of the class that the ranks raised.
         KeyboardInterrupt: Ctrl-C came before there was anything to save, or a second time.
     """
     chosen = _check(task, num_ranks, launcher, replacements)
@@ -92,7 +92,7 @@ def launch(
     config = settled(config, Path(run_dir) if resume and run_dir else None)
     task = with_config(task, config)
     if chosen == "local":  # mpirun may have several hosts
-        # Said here, since ranks fail before they can write down the kind of their error.
+        # Checked here, since ranks fail before they can write down the class of their error.
         last = num_ranks - 1
         find_device(config.device, Environment("local", last, num_ranks, last, num_ranks))
     directory = RunDirectory(Path(run_dir) if run_dir else new_run_dir(task.name))
@@ -115,16 +115,21 @@ def launch(
         kept = stack.enter_context(kept_if_refused(directory.path))
         server = stack.enter_context(new_server(chosen, config.threads))
         if target:
-            command = _by_name(
-                target, config, directory, chosen, num_ranks, replacements, server,
-                config.hang_timeout_s,
-            )  # fmt: skip
+            arguments = ["--config", str((directory.path / "config.yaml").resolve())]
+            if config.stop_at_step is not None:  # it belongs to a session, so is not in the file
+                arguments.append(f"stop_at_step={config.stop_at_step}")
+            command = rank_command(
+                chosen, num_ranks, target, arguments, replacements, server, config.hang_timeout_s
+            )
         else:
             fd = stack.enter_context(copied(task, config))
-            argv = [sys.executable, "-m", "lockstep.launching.transferred", str(fd)]
-            argv = through_proxy(argv, server)
-            command = local_command(num_ranks, argv, replacements, (fd,), server)
-        claim(directory, task, config, session)  # so that what is wrong with it is said at once
+            argv = [sys.executable, "-m", "lockstep.launching.transfer", str(fd)]
+            command = local_command(
+                num_ranks, through_proxy(argv, server), replacements, (fd,), server
+            )
+        claim(
+            directory, task, config, session
+        )  # here, so that its errors come before any rank starts
         directory.close()
         command = replace(command, start_timeout_s=config.start_timeout_s)
         ended = start_shown(command, session, config.threads, kept.note_started)
@@ -155,25 +160,8 @@ def _check(task: Task, num_ranks: int, launcher: str | None, replacements: int) 
     return launcher or "local"
 
 
-def _by_name(
-    target: str,
-    config: TrainConfig,
-    directory: RunDirectory,
-    launcher: str,
-    num_ranks: int,
-    replacements: int,
-    server: str,
-    silence_s: float,
-) -> RankCommand:
-    """Ranks that make the task from its class and the config in the run directory."""
-    arguments = ["--config", str((directory.path / "config.yaml").resolve())]
-    if config.stop_at_step is not None:  # of a session, so not in the file
-        arguments.append(f"stop_at_step={config.stop_at_step}")
-    return rank_command(launcher, num_ranks, target, arguments, replacements, server, silence_s)
-
-
 def _outcome(ended: Ended, task: Task, config: TrainConfig, directory: RunDirectory) -> Result:
-    """What the caller gets of a run that has ended.
+    """The result of a run that has ended.
 
     Raises:
         Stopped: it was asked to stop before its end.
@@ -213,7 +201,7 @@ def _outcome(ended: Ended, task: Task, config: TrainConfig, directory: RunDirect
 
 
 def _error(ended: Ended) -> BaseException:
-    """The error of ranks that have no result, as the kind that they raised."""
+    """The error of ranks that have no result, of the class that they raised."""
     row: dict[str, Any] = ended.last or {}
     if not row and ended.exit_code == INTERRUPTED:
         return NothingSaved(ended.message)

@@ -35,6 +35,9 @@ from lockstep.observe.text import count
 
 LAUNCHERS = ("python", "local", "mpi", "torchrun")
 
+SURVIVABLE = ("mpi", "local")
+"""Launchers under which the other ranks go on when one is lost."""
+
 _MOST_DELAY_S = 60.0
 
 
@@ -58,12 +61,12 @@ def choose_launcher(launcher: str | None, num_ranks: int) -> str:
 
 
 def check_replacements(launcher: str, replacements: int) -> None:
-    """Refuse what a launcher can't do.
+    """Refuse to replace killed ranks under a launcher that cannot.
 
     Raises:
-        LaunchError: killed ranks are to be replaced, and this launcher can't.
+        LaunchError: `replacements` is not 0, and this launcher cannot replace ranks.
     """
-    if replacements and launcher not in ("mpi", "local"):
+    if replacements and launcher not in SURVIVABLE:
         raise LaunchError(
             f"--replace {replacements}: the launcher {launcher} cannot replace ranks; use "
             "-n N --launcher mpi or local"
@@ -79,21 +82,33 @@ def rank_command(
     server: str = "",
     silence_s: float = SILENCE_S,
 ) -> RankCommand:
-    """The command that starts the ranks of a target; a script gets no arguments.
+    """The command that starts ranks which train a target; a script gets no arguments.
 
     Args:
         launcher: name of the launcher.
         num_ranks: number of ranks to start.
         target: recipe, file or script to train.
-        arguments: what the ranks get behind the target.
+        arguments: arguments of the ranks after the target.
         replacements: greatest number of processes to start in the place of killed ranks.
-        server: the warm server that ranks are forked from; empty if there is none.
+        server: name of the warm server that forks the ranks; empty if there is none.
         silence_s: seconds after which a host that does not answer is lost; 0 for mpirun's own.
     """
     if is_script(target):
         argv = [sys.executable, str(script_path(target))]
     else:
         argv = [sys.executable, "-m", "lockstep", "train", target, *arguments]
+    return launcher_command(launcher, num_ranks, argv, replacements, server, silence_s)
+
+
+def launcher_command(
+    launcher: str,
+    num_ranks: int,
+    argv: Sequence[str],
+    replacements: int = 0,
+    server: str = "",
+    silence_s: float = SILENCE_S,
+) -> RankCommand:
+    """The command that starts ranks of this machine which run `argv`; see `rank_command`."""
     argv = through_proxy(argv, server)
     if launcher == "mpi":
         return mpirun_command(
@@ -123,8 +138,8 @@ def start(
         command: command that starts the ranks.
         session: request that the ranks get by their environment.
         threads: number of threads of each rank.
-        on_row: function that is called with the row of each new event.
-        on_line: function that is called with each line of the ranks' standard output.
+        on_row: called with the row of each new event.
+        on_line: called with each line of the ranks' standard output.
         restarts: greatest number of restarts without a committed step in between.
         env: further environment variables for the ranks.
     """
@@ -141,7 +156,7 @@ def start(
         since = time.time()
         everything = rank_environment(threads) | session.to_env() | dict(env or {})
         try:
-            with pumped_output():  # or ranks would not be looked after
+            with pumped_output():  # a reader that stalls must not stall the watching of ranks
                 outcome = run_ranks(
                     command, everything, run_dir=Path(session.run_dir), on_row=watch,
                     on_line=on_line, on_notice=_notice,

@@ -6,7 +6,7 @@ A package adds a system by one line of its `pyproject.toml`, in the group `locks
     pendulum = "pendulum.system:SYSTEM"
 
 `SYSTEM` is a `System`. Its module is imported to list what there is, so it must import nothing that
-is slow; the task and the subcommands are imported when they are asked for.
+is slow; the task and the subcommands are imported when they are first used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CommandGroup:
 
     Attributes:
         name: the word after `lockstep`.
-        summary: what they are for, in one line.
+        summary: their purpose, in one line.
         module: keeps the protocol `lockstep.launching.systems.HasCommands`.
         is_command: whether the word itself is the one subcommand that there is.
     """
@@ -51,7 +51,7 @@ class CommandGroup:
 
 @dataclass(frozen=True)
 class System:
-    """What is known of a system before its task is imported.
+    """The entry of a system, known before its task is imported.
 
     Attributes:
         task: its Task class, as `module:class`. The class may keep the protocols below.
@@ -75,7 +75,7 @@ def command_groups() -> list[CommandGroup]:
     for name in recipe_names():
         try:
             system = _system(name)
-        except ConfigError:  # said when it is asked for by its name
+        except ConfigError:  # reported when the system is used by name
             continue
         if system.commands:
             groups.append(system.commands)
@@ -139,7 +139,7 @@ def _system(name: str) -> System:
 
 @runtime_checkable
 class Reports(Protocol):
-    """A task that can say more of a trained model than its metrics."""
+    """A task that can report more about a trained model than its metrics."""
 
     def report(self, model: nn.Module, split: str, folder: Path, run_dir: Path) -> list[str]:
         """Write tables and pictures of a model.
@@ -157,10 +157,10 @@ class Reports(Protocol):
 
 @runtime_checkable
 class Adopts(Protocol):
-    """A task whose samples are prepared by what a trained model holds, such as its statistics."""
+    """A task whose samples are prepared with data of a trained model, such as its statistics."""
 
     def adopt(self, model: nn.Module) -> None:
-        """Prepare samples as for this model from now on, rather than as its data says.
+        """Prepare samples as for this model from now on, rather than by the statistics of its data.
 
         Args:
             model: model with the parameters and buffers of a checkpoint.

@@ -41,7 +41,7 @@ def script_path(target: str) -> Path:
 
 
 def absolute(target: str) -> str:
-    """The target as it is found from any working directory."""
+    """The target with an absolute path, so that it is found from any working directory."""
     if is_script(target):
         return str(script_path(target))
     if ".py:" in target:
@@ -50,11 +50,11 @@ def absolute(target: str) -> str:
 
 
 def trusted_target(directory: RunDirectory) -> str:
-    """The target that a run directory names, whose code will run as the current user's.
+    """The target that a run directory names, whose code the current user may run.
 
     Raises:
-        RunDirectoryError: the directory names none; the file lies in the directory, so whoever
-            made that has also written the code; or it belongs to someone else.
+        RunDirectoryError: the directory names none; the file lies in the directory, so its code
+            has the same author; or it belongs to another user.
     """
     target = directory.identity().target
     if ".py" not in target:
@@ -140,7 +140,7 @@ def configured(
         target: what is trained.
         overrides: `key=value` items.
         config_file: path of a YAML file with the config, if there is one.
-        run_dir: directory of the run, if it is gone on with where it is there.
+        run_dir: directory of the run, which is resumed if it exists.
 
     Raises:
         ConfigError: the target or an override does not work.

@@ -1,9 +1,9 @@
 """How ranks get a task that is in their parent's memory: by the name of its class, or as a copy.
 
 A copy is a pickle, and unpickling runs code. So it is never read from a named file or a network: it
-lies in anonymous memory (or an unlinked file) of this program, and ranks get it as an inherited
-descriptor. Only this program can have written what is there; `lockstep.launching.transferred` reads
-it.
+lies in anonymous memory (or an unlinked file) of the parent, and ranks inherit its descriptor FD.
+Only the parent can have written what is there. A rank that gets a copy is started as
+`python -m lockstep.launching.transfer FD`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from __future__ import annotations
 import ast
 import inspect
 import io
+import mmap
 import os
+import pickle
 import sys
 import tempfile
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,11 +28,12 @@ from lockstep.config import TrainConfig
 from lockstep.data.random import kept_generators
 from lockstep.engine.audit.hidden_state import hidden_state
 from lockstep.engine.task import Task
-from lockstep.errors import TaskError, shortened
+from lockstep.errors import LaunchError, LockstepError, TaskError, shortened
+from lockstep.launching.front import Session, leave, run
 from lockstep.launching.systems import recipe_of
 from lockstep.launching.targets import make_task
 
-MAIN = "globals of __main__"
+_MAIN = "globals of __main__"
 """What stands in a copy for the global variables of `__main__`."""
 
 _MOST_LEVELS = 8
@@ -40,10 +44,10 @@ def target_of(task: Task, resume: bool = False) -> tuple[str, str]:
 
     Args:
         task: the task.
-        resume: whether its `state_dict` does not matter, since a checkpoint has another.
+        resume: whether to ignore its `state_dict`, since a checkpoint replaces it.
 
     Returns:
-        The target, or an empty text, and why there is none.
+        The target, or an empty text and the reason why there is none.
     """
     kind = type(task)
     recipe = recipe_of(kind)
@@ -69,7 +73,7 @@ def copied(task: Task, config: TrainConfig) -> Iterator[int]:
     buffer = io.BytesIO()
     try:
         _Pickler(buffer).dump((task, config))
-    except Exception as error:  # whatever a `__reduce__` of the user's raises
+    except Exception as error:  # a `__reduce__` of the user's may raise anything
         path, reason = _culprit("task", task, error)
         raise TaskError(
             f"{path}: cannot be copied to the ranks ({reason}); make it where it is used, in "
@@ -88,8 +92,8 @@ def copied(task: Task, config: TrainConfig) -> Iterator[int]:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it comes without types
     """Copies functions of `__main__` so that they share the global variables of the rank's.
 
-    By itself, cloudpickle gives them a namespace that no module has, where the engine would not
-    find a counter that batches change.
+    By itself, cloudpickle gives them a namespace of their own, where the engine would not find a
+    counter that batches change.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -99,7 +103,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it comes without t
         self.globals_ref[id(vars(sys.modules["__main__"]))] = self._main
 
     def persistent_id(self, value: object) -> str | None:
-        return MAIN if value is self._main else None
+        return _MAIN if value is self._main else None
 
 
 def _anonymous_file() -> int:
@@ -137,15 +141,15 @@ def _is_of_its_config(task: Task, resume: bool) -> bool:
         return False
     try:
         with kept_generators():
-            anew = make_task(kind, task.config)
+            fresh = make_task(kind, task.config)
             if resume:
-                anew.load_state_dict(task.state_dict())
+                fresh.load_state_dict(task.state_dict())
     except Exception:
         return False
     try:
-        return bool(cloudpickle.dumps(vars(task)) == cloudpickle.dumps(vars(anew)))
+        return bool(cloudpickle.dumps(vars(task)) == cloudpickle.dumps(vars(fresh)))
     except Exception:  # it cannot be copied anyway
-        return hidden_state({"task": task}) == hidden_state({"task": anew})
+        return hidden_state({"task": task}) == hidden_state({"task": fresh})
 
 
 def _culprit(
@@ -180,3 +184,59 @@ def _parts(value: Any) -> Iterator[tuple[str, object]]:
         yield from ((f".{name}", part) for name, part in vars(value).items())
         if not isinstance(value, type):
             yield "", type(value)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Gives functions of the parent's `__main__` the global variables of this one's."""
+
+    def persistent_load(self, name: Any) -> dict[str, Any]:
+        if name != _MAIN:
+            raise pickle.UnpicklingError(f"unknown persistent id {name!r}")
+        return vars(sys.modules["__main__"])
+
+
+def received(fd: int) -> tuple[Task, TrainConfig]:
+    """The task and the config that the parent has put into anonymous memory.
+
+    Raises:
+        LaunchError: the descriptor is not one of anonymous memory, or what is there cannot be
+            rebuilt here.
+    """
+    try:
+        about = os.fstat(fd)
+    except OSError as error:
+        raise LaunchError(f"descriptor {fd}: {error.strerror}; call lockstep.launch") from None
+    # A file that has a name may have been written by anybody, and unpickling it would run their
+    # code. Memory that has none can only have come from the process that this one was started by.
+    if about.st_nlink or about.st_uid != os.geteuid():
+        raise LaunchError(
+            f"descriptor {fd}: is not memory of the program that called lockstep.launch; a task is "
+            "read from nowhere else"
+        )
+    # Mapped, since all ranks share one offset in the file.
+    with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as memory:
+        try:
+            task, config = _Unpickler(io.BytesIO(memory)).load()
+        except Exception as error:
+            raise LaunchError(
+                f"the task cannot be rebuilt in a rank: {type(error).__name__}: {error}"
+            ) from error
+    return task, config
+
+
+def main(fd: int) -> None:
+    """Train as a rank of the launch."""
+    session = Session.from_env()
+    if session is None:
+        raise LaunchError("this module is for ranks that lockstep.launch starts; call that")
+    session.extend_search_path()
+    # Classes of the parent's script name this module as theirs.
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        run(*received(fd), session)
+    except LockstepError as error:
+        leave(error)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

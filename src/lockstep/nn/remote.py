@@ -54,12 +54,12 @@ class RemoteTensor(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Its name and shape."""
-        return f"Elsewhere({self._name}, {tuple(self.shape)})"
+        return f"RemoteTensor({self._name}, {tuple(self.shape)})"
 
 
 def release(piece: Tensor) -> None:
     """Keep the shape of a tensor, and free its memory; computing with it gives NaN."""
-    # Strides of 0 are what tells it from a tensor with content.
+    # Strides of 0 mark it: no tensor with content has them.
     piece.data = torch.full((), float("nan"), dtype=piece.dtype, device=piece.device).expand(
         piece.shape
     )
@@ -72,13 +72,13 @@ def is_held(piece: Tensor) -> bool:
 
 def is_released(parameter: Tensor) -> bool:
     """Whether `release` has freed a parameter's memory."""
-    # A number has no strides to tell by.
+    # A number has no strides that could be 0.
     is_number = parameter.dim() == 0
     return not is_held(parameter) or (is_number and bool(parameter.isnan()))
 
 
 def say_what_is_held(model: nn.Module) -> None:
-    """Have `state_dict`, of the model or of a module in it, tell which parameters are elsewhere."""
+    """Make `state_dict` give a `RemoteTensor` for each parameter that other ranks have."""
     for module in model.modules():
         module.register_state_dict_post_hook(_without_content)  # type: ignore[no-untyped-call]
 

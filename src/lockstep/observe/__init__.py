@@ -77,9 +77,11 @@ def open_sinks(
             undo.callback(sink.close)
 
         add(Pictures(run_dir))  # first: the row of a picture names its file
+        # Before the events: a launcher takes `Finished` there for the end. If all ranks are killed
+        # between the two files, what it takes for a completed run must have its result.
+        add(ResultJson(run_dir / "result.json"))
         add(EventsJsonl(run_dir / "events.jsonl"))
         add(MetricsCsv(run_dir / "metrics.csv"))
-        add(ResultJson(run_dir / "result.json"))
         if tensorboard:
             add(TensorBoard(run_dir / "tensorboard"))
         for name in trackers:

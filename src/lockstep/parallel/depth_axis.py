@@ -204,7 +204,7 @@ def check_sendable(tensor: Tensor, what: str) -> None:
         what: beginning of the message: what the tensor is.
 
     Raises:
-        TaskError: it is not dense, or has a dtype or a number of dims that no message can tell of.
+        TaskError: it is not dense, or has a dtype or a number of dims that headers cannot describe.
     """
     if tensor.layout != torch.strided:
         has = f"a tensor of layout {tensor.layout}"

@@ -3,17 +3,70 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from lockstep.comm.transport import Transport
-from lockstep.parallel.fold import BLOCK, Arena, ArenaLayout, Row
-from lockstep.parallel.layout import Range
+from lockstep.parallel.fold import Arena, ArenaLayout, Row, buckets
+from lockstep.parallel.layout import Node, Range, merges
 
 _Sum = TypeVar("_Sum", Tensor, Row)
+
+Moment = Literal["summing", "copying", "between"]
+"""When a part of this rank's slice is summed; when it has slices of others; when what is left of a
+host's nodes is about to go to other hosts."""
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """Who has which nodes, and how they become one sum.
+
+    Attributes:
+        transport: transport between the ranks.
+        layout: layout of every rank's arena.
+        arena: arena of this rank.
+        nodes: nodes of each rank; those of all ranks together are the whole tree.
+        num_leaves: number of leaves of the tree.
+        slices: for each segment, the elements that each rank owns.
+        bucket_bytes: about the most bytes of gradient that a rank receives at a time.
+        gather: whether every rank needs the whole sum, or just the slice it owns.
+        device: device of the memory.
+        at: function that is called at each moment.
+    """
+
+    transport: Transport
+    layout: ArenaLayout
+    arena: Arena
+    nodes: Sequence[Sequence[Node]]
+    num_leaves: int
+    slices: Sequence[Sequence[Range]]
+    bucket_bytes: int
+    gather: bool
+    device: torch.device
+    at: Callable[[Moment], None]
+
+    @cached_property
+    def num_nodes(self) -> list[int]:
+        """Number of nodes of each rank."""
+        return [len(of_rank) for of_rank in self.nodes]
+
+    @cached_property
+    def additions(self) -> list[int]:
+        """For each node of all ranks, the number of additions that follow it."""
+        plan, left = merges([node for of_rank in self.nodes for node in of_rank], self.num_leaves)
+        assert len(left) == 1, "the ranges of all ranks must make up the whole tree"
+        return plan
+
+    def without_segments(self) -> ExchangePlan:
+        """The same exchange of headers and scalars alone, from an arena of their own."""
+        layout = ArenaLayout((), self.layout.num_scalars, self.layout.num_header)
+        _, [arena] = layout.allocate([self.num_nodes[self.transport.rank]], self.device)
+        return replace(self, layout=layout, arena=arena)
 
 
 def add_up(nodes: Sequence[_Sum], plan: Sequence[int]) -> _Sum:
@@ -72,32 +125,24 @@ class Alone(Exchange):
 class WholeNodes(Exchange):
     """Every rank gets all nodes: one collective, for gradients of up to about a megabyte."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        layout: ArenaLayout,
-        arena: Arena,
-        num_nodes: Sequence[int],
-        plan: Sequence[int],
-        device: torch.device,
-    ) -> None:
-        self._transport = transport
-        self._plan = plan
-        self._outgoing = arena.message(num_nodes[transport.rank])
-        self._incoming, self._arenas = layout.allocate(num_nodes, device)
-        self._counts = [layout.num_bytes(n) for n in num_nodes]
+    def __init__(self, plan: ExchangePlan) -> None:
+        self._plan, transport, layout = plan, plan.transport, plan.layout
+        self._outgoing = plan.arena.message(plan.num_nodes[transport.rank])
+        self._incoming, self._arenas = layout.allocate(plan.num_nodes, plan.device)
+        self._counts = [layout.num_bytes(n) for n in plan.num_nodes]
         self._rows = [row for a in self._arenas for row in a.rows]
         self.total = self._rows[0]
         self._headers: Tensor | None = None
-        if len(set(num_nodes)) == 1:  # headers lie at even distances: there is one tensor of them
+        # With as many nodes of each rank, headers lie at even distances: one view has them all.
+        if layout.num_header and len(set(plan.num_nodes)) == 1:
             of_ranks = self._incoming.view(transport.size, -1)
             self._headers = of_ranks[:, : 8 * layout.num_header].view(torch.float64)
 
     def run(self) -> None:
         """All-gather, then add up."""
         # All ranks make the same additions: more arithmetic, but one collective instead of three.
-        self._transport.all_gather(self._outgoing, self._incoming, self._counts)
-        add_up(self._rows, self._plan)
+        self._plan.transport.all_gather(self._outgoing, self._incoming, self._counts)
+        add_up(self._rows, self._plan.additions)
 
     def headers(self) -> Tensor:
         """The headers that came with the nodes."""
@@ -113,94 +158,95 @@ class Slices(Exchange):
     first node. Without `gather`, only the slice this rank owns is right afterwards.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        layout: ArenaLayout,
-        arena: Arena,
-        num_nodes: Sequence[int],
-        plan: Sequence[int],
-        slices: Sequence[Sequence[Range]],
-        bucket_bytes: int,
-        gather: bool,
-        device: torch.device,
-    ) -> None:
-        self._transport = transport
-        self._num_nodes = num_nodes
-        self._plan = plan
-        self._slices = slices
-        self._gather = gather
-        self._own = arena
-        self.total = arena.rows[0]
+    def __init__(self, plan: ExchangePlan) -> None:
+        self._plan, self._transport = plan, plan.transport
+        self.total = plan.arena.rows[0]
         # Every rank needs all headers and scalars, but only a slice of each gradient: so these
-        # travel by themselves, from an arena without segments.
-        small = ArenaLayout((), layout.num_scalars, layout.num_header)
-        rank = transport.rank
-        _, [self._outbox] = small.allocate([num_nodes[rank]], device)
-        self._outgoing = self._outbox.message(num_nodes[rank])
-        self._incoming, self._inbox = small.allocate(num_nodes, device)
-        self._small_counts = [small.num_bytes(n) for n in num_nodes]
-        self._small_rows = [row for a in self._inbox for row in a.rows]
-        self._bucket_bytes = bucket_bytes
+        # travel separately.
+        self._outbox = plan.without_segments()
+        self._small = WholeNodes(self._outbox)
 
     def run(self) -> None:
         """Exchange header and scalars, then slices, bucket by bucket."""
         self._run_small()
-        for segment, slices in enumerate(self._slices):
+        for segment, slices in enumerate(self._plan.slices):
             self._sum_own_slice(segment, slices)
-            if self._gather:
+            if self._plan.gather:
                 gather_slices(self._transport, self.total.segments[segment], slices)
 
     def headers(self) -> Tensor:
         """The headers that came with the scalars."""
-        return torch.stack([a.header for a in self._inbox])
+        return self._small.headers()
 
     def _run_small(self) -> None:
-        self._outbox.header.copy_(self._own.header)
-        for mine, row in zip(self._outbox.rows, self._own.rows, strict=False):
-            mine.scalars.copy_(row.scalars)
-        self._transport.all_gather(self._outgoing, self._incoming, self._small_counts)
-        self.total.scalars.copy_(add_up(self._small_rows, self._plan).scalars)
+        self._outbox.arena.copy_small(self._plan.arena)
+        self._small.run()
+        self.total.scalars.copy_(self._small.total.scalars)
 
     def _sum_own_slice(self, segment: int, slices: Sequence[Range]) -> None:
-        rows = [row.segments[segment] for row in self._own.rows]
-        rank = self._transport.rank
-        num_nodes = len(self._plan)
-        # Whole blocks, the unit of all cuts; at least one of each node, however small the bucket.
-        per_rank = max(self._bucket_bytes // (rows[0].itemsize * num_nodes) // BLOCK, 1) * BLOCK
-        longest = max(len(s) for s in slices)
-        for start in range(0, longest, per_rank):
-            parts = [
-                Range(min(s.first + start, s.last), min(s.first + start + per_rank, s.last))
-                for s in slices
-            ]
-            nodes = self._receive(rows, parts)
-            # Safe in place: the nodes are copies, and no later bucket sends these elements again.
-            if len(parts[rank]):
-                rows[0][parts[rank].first : parts[rank].last] = add_up(nodes, self._plan)
-
-    def _receive(self, rows: Sequence[Tensor], parts: Sequence[Range]) -> list[Tensor]:
-        """This rank's part of every node of every rank, in canonical order."""
-        rank = self._transport.rank
-        length = len(parts[rank])
-        by_node: dict[tuple[int, int], Tensor] = {}
-        # One node of each rank at a time, for rows are not adjacent in memory. A rank that has no
-        # j-th node takes part with counts of 0: a collective needs all ranks.
-        for j in range(max(self._num_nodes)):
-            holders = [r for r, n in enumerate(self._num_nodes) if j < n]
-            received = rows[0].new_empty(length * len(holders))
-            sending = j < self._num_nodes[rank]
-            self._transport.all_to_all(
-                rows[j] if sending else rows[0],
-                [len(p) if sending else 0 for p in parts],
-                [p.first for p in parts],
-                received,
-                [length if r in holders else 0 for r in range(self._transport.size)],
+        plan, rank, size = self._plan, self._transport.rank, self._transport.size
+        rows = [row.segments[segment] for row in plan.arena.rows]
+        width = rows[0].itemsize * len(plan.additions)
+        for parts in buckets(slices, plan.bucket_bytes, width):
+            own = parts[rank]
+            nodes = receive_nodes(
+                self._transport,
+                rows[: plan.num_nodes[rank]],
+                plan.num_nodes,
+                sent=[len(p) for p in parts],
+                starts=[p.first for p in parts],
+                received=[len(own)] * size,
+                senders=range(size),
+                like=rows[0],
             )
-            for r, part in zip(holders, received.view(len(holders), length), strict=True):
-                by_node[r, j] = part
-        # By rank, then node: ranks have contiguous ranges of leaves, so this is from left to right.
-        return [by_node[key] for key in sorted(by_node)]
+            # Safe in place: the nodes are copies, and no later bucket sends these elements again.
+            if len(own):
+                rows[0][own.slice] = add_up(nodes, plan.additions)
+
+
+def receive_nodes(
+    transport: Transport,
+    own: Sequence[Tensor],
+    num_nodes: Sequence[int],
+    *,
+    sent: Sequence[int],
+    starts: Sequence[int],
+    received: Sequence[int],
+    senders: Sequence[int],
+    like: Tensor,
+) -> list[Tensor]:
+    """This rank's elements of the nodes of all senders, in canonical order; a collective.
+
+    Args:
+        transport: transport between the ranks.
+        own: nodes of the sender that this rank belongs to.
+        num_nodes: number of nodes of each sender.
+        sent: number of elements of a node that each rank gets from here.
+        starts: index of the first of them.
+        received: number of elements of a node that each rank sends here.
+        senders: number of the sender that each rank belongs to: itself, or its host.
+        like: a tensor of the dtype of the nodes.
+    """
+    here = senders[transport.rank]
+    length = sum(n for n, sender in zip(received, senders, strict=True) if sender == here)
+    by_node: dict[tuple[int, int], Tensor] = {}
+    # One node of each sender at a time, for nodes are not adjacent in memory. Who has no j-th node
+    # takes part with counts of 0: a collective needs all ranks.
+    for j in range(max(num_nodes)):
+        sending = [s for s, n in enumerate(num_nodes) if j < n]
+        incoming = like.new_empty(length * len(sending))
+        is_sending = j < len(own)
+        transport.all_to_all(
+            own[j] if is_sending else like,
+            sent if is_sending else [0] * transport.size,
+            starts if is_sending else [0] * transport.size,
+            incoming,
+            [n if s in sending else 0 for n, s in zip(received, senders, strict=True)],
+        )
+        for sender, part in zip(sending, incoming.view(len(sending), length), strict=True):
+            by_node[sender, j] = part
+    # By sender, then node: senders have contiguous ranges of leaves, so this is from left to right.
+    return [by_node[key] for key in sorted(by_node)]
 
 
 def copy_to_next(transport: Transport, own: Tensor, other: Tensor, slices: Sequence[Range]) -> None:
@@ -213,7 +259,7 @@ def copy_to_next(transport: Transport, own: Tensor, other: Tensor, slices: Seque
         slices: the elements that each rank owns.
     """
     rank, size = transport.rank, transport.size
-    # An all-to-all with a single receiver each: a transport has no send and receive.
+    # An all-to-all with a single receiver each: not all transports can send to one rank.
     send, receive = [0] * size, [0] * size
     send[(rank + 1) % size] = len(slices[rank])
     receive[rank - 1] = len(slices[rank - 1])

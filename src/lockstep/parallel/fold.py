@@ -11,9 +11,10 @@ weight, metrics) in float64. The header belongs to the rank, not to a node, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -44,12 +45,63 @@ class Segment(NamedTuple):
     numel: int
 
 
+TensorSpecs = Sequence[Sequence[tuple[int, torch.Size]]]
+"""For each segment, the offset in elements and the shape of each tensor that lies in it."""
+
+
+def views(segment: Tensor, specs: Sequence[tuple[int, torch.Size]]) -> list[Tensor]:
+    """The tensors that lie in a segment."""
+    return [segment[offset : offset + shape.numel()].view(shape) for offset, shape in specs]
+
+
+def laid_out(
+    segments: Sequence[Segment], shapes: Sequence[Sequence[torch.Size]], unit: int
+) -> tuple[list[Segment], list[list[tuple[int, torch.Size]]]]:
+    """Segments of the same dtypes that hold tensors of these shapes, and where they lie.
+
+    Args:
+        segments: segments whose dtypes are taken.
+        shapes: for each segment, the shapes of its tensors.
+        unit: each tensor begins at a multiple of so many elements.
+    """
+    laid, specs = [], []
+    for segment, of in zip(segments, shapes, strict=True):
+        lengths = [-(-shape.numel() // unit) * unit for shape in of]
+        offsets = accumulate(lengths, initial=0)
+        specs.append(list(zip(offsets, of, strict=False)))
+        laid.append(Segment(segment.dtype, -(-sum(lengths) // BLOCK) * BLOCK))
+    return laid, specs
+
+
 def slice_up(segments: Sequence[Segment], size: int) -> list[list[Range]]:
     """For each segment, the range of elements of each of `size` ranks: whole blocks."""
     return [
         [Range(r.first * BLOCK, r.last * BLOCK) for r in split(s.numel // BLOCK, size)]
         for s in segments
     ]
+
+
+def parts_of(slices: Sequence[Range], start: int, length: int) -> list[Range]:
+    """Of each slice, the elements from `start` on, at most `length` of them."""
+    return [
+        Range(min(s.first + start, s.last), min(s.first + start + length, s.last)) for s in slices
+    ]
+
+
+def buckets(
+    slices: Sequence[Range], bucket_bytes: int, width: int, unit: int = BLOCK
+) -> Iterator[list[Range]]:
+    """Parts of all ranks' slices that are exchanged at a time.
+
+    Args:
+        slices: elements that each rank owns.
+        bucket_bytes: greatest number of bytes that a rank receives at a time.
+        width: bytes that a rank receives for each element of its part.
+        unit: parts are multiples of so many elements, and at least one, however small the bucket.
+    """
+    length = max(bucket_bytes // width // unit, 1) * unit
+    for start in range(0, max(map(len, slices)), length):
+        yield parts_of(slices, start, length)
 
 
 @dataclass
@@ -70,6 +122,12 @@ class Row:
             mine.add_(theirs)
         self.scalars.add_(other.scalars)
 
+    def copy_(self, other: Row) -> None:
+        """Copy another row's values."""
+        for mine, theirs in zip(self.segments, other.segments, strict=True):
+            mine.copy_(theirs)
+        self.scalars.copy_(other.scalars)
+
 
 class Arena:
     """A rank's header and rows, as views of one block of bytes.
@@ -84,6 +142,12 @@ class Arena:
         self._memory = memory
         self.header = memory[: 8 * layout.num_header].view(torch.float64)
         self.rows = [layout.row(memory, r) for r in range(num_rows)]
+
+    def copy_small(self, other: Arena) -> None:
+        """Copy the header and the scalars of another arena."""
+        self.header.copy_(other.header)
+        for mine, theirs in zip(self.rows, other.rows, strict=False):
+            mine.scalars.copy_(theirs.scalars)
 
     def message(self, num_rows: int) -> Tensor:
         """The bytes of the header and the first `num_rows` rows."""
@@ -163,7 +227,7 @@ class Fold:
     def __init__(
         self,
         rows: Sequence[Row],
-        places: Sequence[Sequence[tuple[int, torch.Size]]],
+        specs: TensorSpecs,
         microbatches: Assigned,
         num_microbatches: int,
     ) -> None:
@@ -171,14 +235,16 @@ class Fold:
 
         Args:
             rows: memory: at least `rows_needed` rows.
-            places: for each segment, the (offset, shape) of each tensor of a leaf; offsets in
-                elements.
+            specs: where the tensors of a leaf lie in each segment.
             microbatches: range of microbatches of this rank.
             num_microbatches: number of microbatches of the whole global batch.
         """
         self._rows = rows
         self._merges, self.nodes = merges(leaves(microbatches), num_microbatches)
-        self._views = [_views(row, places) for row in rows]
+        self._views = [
+            [v for segment, of in zip(row.segments, specs, strict=True) for v in views(segment, of)]
+            for row in rows
+        ]
         self._next = 0
         self._height = 0
 
@@ -191,7 +257,7 @@ class Fold:
         """Add the next leaf.
 
         Args:
-            tensors: tensors of the leaf in the order of `places`; None counts as zeros.
+            tensors: tensors of the leaf in the order of `specs`; None counts as zeros.
             scalars: sums of the leaf's scalars, float64 [num_scalars].
         """
         count = self._merges[self._next]
@@ -209,14 +275,6 @@ class Fold:
         for _ in range(count - 1):
             self._height -= 1
             rows[self._height - 1].add_(rows[self._height])
-
-
-def _views(row: Row, places: Sequence[Sequence[tuple[int, torch.Size]]]) -> list[Tensor]:
-    return [
-        segment[offset : offset + shape.numel()].view(shape)
-        for segment, entries in zip(row.segments, places, strict=True)
-        for offset, shape in entries
-    ]
 
 
 def _store(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from typing import Literal, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -35,6 +35,16 @@ class Range(NamedTuple):
         is long, which takes longer than adding up as many numbers.
         """
         return slice(self.first, self.last)
+
+
+def is_in(part: Range, whole: Range) -> bool:
+    """Whether all of a part is among the integers of another range."""
+    return whole.first <= part.first and part.last <= whole.last
+
+
+def within(part: Range, whole: Range) -> slice:
+    """Where a part is, counted from the start of what it is a part of."""
+    return slice(part.first - whole.first, part.last - whole.first)
 
 
 class Strided(NamedTuple):
@@ -63,13 +73,12 @@ class Node(NamedTuple):
 def split(total: int, parts: int) -> list[Range]:
     """`total` items in `parts` contiguous ranges; the first `total % parts` have one item more."""
     quotient, remainder = divmod(total, parts)
-    ranges = []
-    first = 0
-    for part in range(parts):
-        last = first + quotient + (part < remainder)
-        ranges.append(Range(first, last))
-        first = last
-    return ranges
+    return consecutive([quotient + (part < remainder) for part in range(parts)])
+
+
+def consecutive(counts: Sequence[int]) -> list[Range]:
+    """Ranges of these lengths, one behind the other."""
+    return [Range(*ends) for ends in pairwise(accumulate(counts, initial=0))]
 
 
 def stepped_slices(slices: Sequence[Range], rank: int, with_buddy: bool) -> list[Range]:
@@ -91,12 +100,7 @@ def share(total: int, speeds: Sequence[float]) -> list[Range]:
         # Who would be done first with one more; of equals, the lowest.
         part = min(range(len(speeds)), key=lambda p: (counts[p] + 1) / speeds[p])
         counts[part] += 1
-    ranges = []
-    first = 0
-    for count in counts:
-        ranges.append(Range(first, first + count))
-        first += count
-    return ranges
+    return consecutive(counts)
 
 
 def merges(nodes: Sequence[Node], num_leaves: int) -> tuple[list[int], list[Node]]:

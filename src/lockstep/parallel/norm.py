@@ -77,7 +77,7 @@ class NormPart(NamedTuple):
     """Blocks that lie side by side in a segment, and belong to one unit of the model.
 
     Attributes:
-        kind: what tells blocks that are added up first: parts of one kind have one dtype.
+        kind: blocks of one kind, which have one dtype, are added up first.
         segment: number of the segment.
         unit: unit of the model.
         num_blocks: number of blocks.
@@ -97,7 +97,7 @@ class ScatteredNorms:
 
         Args:
             parts: parts of the whole model, in order.
-            holders: for each unit, the rank that tells its norms.
+            holders: for each unit, the rank that sends its norms.
             rank: rank of this process.
         """
         self._parts, self._holders, self._rank = list(parts), holders, rank

@@ -23,12 +23,28 @@ from torch import Tensor
 
 from lockstep.comm.shared_memory import SharedMemory
 from lockstep.comm.transport import Transport
-from lockstep.parallel.exchange import Alone, Exchange, Slices, WholeNodes, gather_slices
-from lockstep.parallel.fold import ArenaLayout, Fold, Row, Segment, rows_needed, slice_up
+from lockstep.parallel.exchange import (
+    Alone,
+    Exchange,
+    ExchangePlan,
+    Moment,
+    Slices,
+    WholeNodes,
+    gather_slices,
+)
+from lockstep.parallel.fold import (
+    ArenaLayout,
+    Fold,
+    Row,
+    Segment,
+    TensorSpecs,
+    rows_needed,
+    slice_up,
+)
 from lockstep.parallel.hosts.exchange import NodesByHost, SlicesByHost, gather_slices_by_host
 from lockstep.parallel.hosts.layout import Hosts, Tried
 from lockstep.parallel.layout import Assigned, leaves, merges
-from lockstep.parallel.shared_slices import Moment, SharedSlices, shared_arena
+from lockstep.parallel.shared_slices import SharedSlices, shared_arena
 
 SMALL_BYTES = 1 << 20
 """Up to this many bytes of all ranks' nodes, saved latency outweighs the doubled additions."""
@@ -49,10 +65,6 @@ class Way(NamedTuple):
     reason: str
 
 
-def _nothing(moment: Moment) -> None:
-    pass
-
-
 class OrderedReduction:
     """Sums leaves (microbatches) of gradients and scalars over all ranks.
 
@@ -70,7 +82,7 @@ class OrderedReduction:
         self,
         transport: Transport,
         segments: Sequence[Segment],
-        places: Sequence[Sequence[tuple[int, torch.Size]]],
+        specs: TensorSpecs,
         *,
         num_scalars: int,
         num_header: int,
@@ -83,7 +95,7 @@ class OrderedReduction:
         is_one_host: bool = True,
         hosts: Hosts | str = "",
         is_measured: bool = True,
-        at: Callable[[Moment], None] = _nothing,
+        at: Callable[[Moment], None] = lambda moment: None,
     ) -> None:
         """Lay out the memory; talks to nobody.
 
@@ -91,8 +103,7 @@ class OrderedReduction:
             transport: transport between the ranks.
             segments: dtype and number of elements of each segment of the flat gradient, one for
                 each dtype.
-            places: for each segment, the (offset, shape) of each tensor of a leaf; offsets in
-                elements.
+            specs: where the tensors of a leaf lie in each segment.
             num_scalars: number of float64 sums beside the gradient.
             num_header: number of float64 values in each rank's header.
             num_microbatches: number of leaves of the tree.
@@ -112,43 +123,43 @@ class OrderedReduction:
         self._transport, self._hosts = transport, hosts
         self.slices = slice_up(segments, size)
 
-        # The plan depends on the ranges only: made once, it holds until ranks or ranges change.
+        # They depend on the ranges only: made once, they hold until ranks or ranges change.
         nodes = [merges(leaves(r), num_microbatches)[1] for r in ranges]
-        num_nodes = [len(n) for n in nodes]
-        plan, left = merges([node for part in nodes for node in part], num_microbatches)
-        assert len(left) == 1, "the ranges of all ranks must make up the whole tree"
-
         layout = ArenaLayout(segments, num_scalars, num_header)
         num_rows = rows_needed(ranges[rank], num_microbatches)
         # A sharded optimizer (not `gather`) needs its slice only, so it never gets whole nodes.
-        is_small = gather and sum(layout.num_bytes(n) for n in num_nodes) <= SMALL_BYTES
+        is_small = gather and sum(layout.num_bytes(len(n)) for n in nodes) <= SMALL_BYTES
         is_shared = shares_memory and size > 1 and not is_small and device.type == "cpu"
         memory: SharedMemory | str = "no memory is shared"
         if is_shared:
+            # Messages from shared memory are slower (`shared_arena`): only where it may serve.
             neighbours = is_one_host or (isinstance(hosts, Hosts) and hosts.inside.size > 1)
             arena, memory = shared_arena(layout, num_rows, neighbours)
         else:
             _, [arena] = layout.allocate([num_rows], device)
         self.header = arena.header
-        self.fold = Fold(arena.rows, places, ranges[rank], num_microbatches)
+        self.fold = Fold(arena.rows, specs, ranges[rank], num_microbatches)
+        plan = ExchangePlan(
+            transport, layout, arena, nodes, num_microbatches, self.slices, bucket_bytes, gather,
+            device, at,
+        )  # fmt: skip
         self._exchange: Exchange
-        cut = (transport, layout, arena, num_nodes, plan, self.slices, bucket_bytes, gather)
         if size == 1:
             self._exchange = Alone(arena)
         elif is_small:
-            self._exchange = WholeNodes(transport, layout, arena, num_nodes, plan, device)
+            self._exchange = WholeNodes(plan)
         elif is_shared and not isinstance(hosts, Hosts):
-            self._exchange = SharedSlices(*cut, memory, at)
+            self._exchange = SharedSlices(plan, memory)
         else:
-            self._exchange = Slices(*cut, device)
+            self._exchange = Slices(plan)
         if not isinstance(hosts, Hosts):
             return
         by_host: Exchange
-        about = (transport, hosts, layout, arena, nodes, num_microbatches)
         if is_small:
-            by_host = NodesByHost(*about, self._exchange.total, at, device)
+            by_host = NodesByHost(plan, hosts, self._exchange.total)
         else:
-            by_host = SlicesByHost(*about, self.slices, bucket_bytes, gather, memory, at)
+            by_host = SlicesByHost(plan, hosts, memory)
+        # Both give the same bits, so which one is taken may depend on a measurement.
         ways = {HIERARCHICAL: by_host, MESSAGES: self._exchange}
         self._exchange = Tried(transport, ways, by_host.total) if is_measured else by_host
 
@@ -169,7 +180,7 @@ class OrderedReduction:
 
     @property
     def way(self) -> Way | None:
-        """How ranks exchange gradients, once that is known and there is something to tell."""
+        """How ranks exchange gradients, once that is known; None where there is no choice."""
         exchange, hosts = self._exchange, self._hosts
         if isinstance(hosts, Hosts):
             where = f"the ranks are on {len(hosts.ranges)} hosts"

@@ -14,15 +14,25 @@ et al. 2020, section 5.2; the order of the sum is that of `lockstep.parallel.lay
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lockstep.comm.transport import Transport
-from lockstep.parallel.fold import BLOCK, ArenaLayout, Fold, Row, Segment, rows_needed, slice_up
-from lockstep.parallel.layout import Range
+from lockstep.parallel.fold import (
+    ArenaLayout,
+    Fold,
+    Row,
+    Segment,
+    TensorSpecs,
+    buckets,
+    rows_needed,
+    slice_up,
+    views,
+)
+from lockstep.parallel.layout import Range, within
 
 _NOTHING = torch.empty(0, dtype=torch.float64)
 
@@ -39,17 +49,13 @@ class LateGradientError(Exception):
         self.index = index
 
 
-@dataclass(frozen=True)
-class _Bucket:
-    """Elements of a segment that are exchanged at a time.
-
-    Attributes:
-        parts: of each rank, those of the slice it owns.
-        fold: sum of those of this rank.
-    """
+class _Bucket(NamedTuple):
+    """Elements of a segment that are exchanged at a time."""
 
     parts: list[Range]
+    """Of each rank, those of the slice it owns."""
     fold: Fold
+    """Sum of those of this rank."""
 
 
 class Rounds:
@@ -69,7 +75,7 @@ class Rounds:
         self,
         transport: Transport,
         segments: Sequence[Segment],
-        places: Sequence[Sequence[tuple[int, torch.Size]]],
+        specs: TensorSpecs,
         *,
         num_scalars: int,
         num_microbatches: int,
@@ -83,8 +89,7 @@ class Rounds:
         Args:
             transport: transport between the ranks.
             segments: dtype and number of elements of each segment of the flat gradient.
-            places: for each segment, the (offset, shape) of each tensor of a leaf; offsets in
-                elements.
+            specs: where the tensors of a leaf lie in each segment.
             num_scalars: number of float64 sums beside the gradient.
             num_microbatches: number of leaves of the tree.
             num_replicas: number of ranks that compute microbatches: the first ones.
@@ -94,7 +99,7 @@ class Rounds:
         """
         rank = transport.rank
         self.transport, self._device = transport, device
-        self._segments, self._places = list(segments), [list(of) for of in places]
+        self._segments, self._specs = list(segments), specs
         self._num_microbatches, self._num_replicas = num_microbatches, num_replicas
         self._order = list(order or range(len(segments)))
         self.slices = slice_up(segments, transport.size)
@@ -109,29 +114,22 @@ class Rounds:
         rows = [Row([], row.scalars) for row in arena.rows]
         self._scalars = Fold(rows, [], every, num_microbatches)
         self._buckets = [self._cut(s, bucket_bytes) for s in range(len(segments))]
-        firsts = accumulate((len(of) for of in self._places), initial=0)
+        firsts = accumulate(map(len, specs), initial=0)
         self._tensors = [slice(first, last) for first, last in pairwise(firsts)]
         self.restart()
 
     def _cut(self, segment: int, bucket_bytes: int) -> list[_Bucket]:
-        """The buckets of a segment: whole blocks, at least one of each leaf."""
+        """The buckets of a segment: at least a block of each leaf."""
         slices, rank = self.slices[segment], self.transport.rank
-        num_bytes = self._segments[segment].dtype.itemsize * self._num_replicas
-        length = max(bucket_bytes // num_bytes // BLOCK, 1) * BLOCK
-        buckets = []
-        for start in range(0, max(map(len, slices)), length):
-            parts = [
-                Range(min(s.first + start, s.last), min(s.first + start + length, s.last))
-                for s in slices
-            ]
-            first = parts[rank].first - slices[rank].first
+        width = self._segments[segment].dtype.itemsize * self._num_replicas
+        every = Range(0, self._num_microbatches)
+        made = []
+        for parts in buckets(slices, bucket_bytes, width):
+            own = within(parts[rank], slices[rank])
+            rows = [Row([row.segments[segment][own]], _NOTHING) for row in self._arena.rows]
             size = torch.Size([len(parts[rank])])
-            memory = [row.segments[segment][first : first + size[0]] for row in self._arena.rows]
-            rows = [Row([part], _NOTHING) for part in memory]
-            every = Range(0, self._num_microbatches)
-            fold = Fold(rows, [[(0, size)]], every, self._num_microbatches)
-            buckets.append(_Bucket(parts, fold))
-        return buckets
+            made.append(_Bucket(parts, Fold(rows, [[(0, size)]], every, self._num_microbatches)))
+        return made
 
     def use(self, transport: Transport) -> None:
         """Go on with another transport between the same ranks."""
@@ -158,16 +156,18 @@ class Rounds:
         self._taken.add(segment)
         rank, num_leaves = self.transport.rank, self._num_leaves
         leaf = self._leaf(segment, tensors)
-        for parts, fold in ((bucket.parts, bucket.fold) for bucket in self._buckets[segment]):
+        for parts, fold in self._buckets[segment]:
             length = len(parts[rank])
             received = self._memory("received", leaf.dtype, length * num_leaves)
             self.transport.all_to_all(
                 leaf,
+                # A rank without a microbatch takes part too: a collective needs all ranks.
                 [len(p) if rank < num_leaves else 0 for p in parts],
                 [p.first for p in parts],
                 received,
                 [length if r < num_leaves else 0 for r in range(self.transport.size)],
             )
+            # By rank: in a round that is the order of microbatches, and so that of the tree.
             for theirs in received.view(num_leaves, length):
                 fold.add([theirs], _NOTHING)
 
@@ -191,6 +191,7 @@ class Rounds:
             late = [n for n, tensor in enumerate(theirs or []) if tensor is not None]
             if late:
                 raise LateGradientError(own.start + late[0])
+        # Every rank folds the scalars of all leaves: they are few, and all ranks need the sums.
         size, num_leaves = self.transport.size, self._num_leaves
         everyone = scalars.new_empty(len(scalars) * size)
         self.transport.all_gather(scalars, everyone, [len(scalars)] * size)
@@ -211,9 +212,9 @@ class Rounds:
         if tensors is None:
             return torch.empty(0, dtype=dtype, device=self._device)
         leaf = self._memory("leaf", dtype, numel).zero_()
-        for (offset, shape), tensor in zip(self._places[segment], tensors, strict=True):
+        for view, tensor in zip(views(leaf, self._specs[segment]), tensors, strict=True):
             if tensor is not None:
-                leaf[offset : offset + shape.numel()].view(shape).copy_(tensor)
+                view.copy_(tensor)
         return leaf
 
     def _memory(self, what: str, dtype: torch.dtype, numel: int) -> Tensor:

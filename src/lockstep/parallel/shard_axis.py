@@ -31,7 +31,7 @@ class ShardAxis:
     closed = ""
 
     def __init__(self, num_shards: int, transport: Transport | None = None) -> None:
-        """Deal the shards out.
+        """Assign the shards to ranks.
 
         Args:
             num_shards: number of shards of each layer, at least the number of ranks.

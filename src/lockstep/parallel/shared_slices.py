@@ -6,7 +6,7 @@ What `exchange.Slices` sends, ranks of one host read where it lies:
     tree-sum     this rank's slice of every node, into its own first one
     wait         all slices are finished
     copy         the others' finished slices
-    wait         nobody reads this rank's memory any more
+    wait         no rank reads this one's memory any longer
 
 The additions are those of `exchange.add_up`, so the bits are, too. A rank writes into its own
 memory only: one that dies leaves the nodes of others as they were, and what it had half written is
@@ -22,15 +22,15 @@ added or copied to memory, and a store comes after the loads that it depends on.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lockstep.comm.shared_memory import SharedMemory, allocate, map_all
 from lockstep.comm.transport import Transport
-from lockstep.parallel.exchange import Slices
-from lockstep.parallel.fold import Arena, ArenaLayout, Row
+from lockstep.parallel.exchange import ExchangePlan, Moment, Slices
+from lockstep.parallel.fold import Arena, ArenaLayout, Segment
 from lockstep.parallel.layout import Range
 
 BLOCK_BYTES = 1 << 19
@@ -38,10 +38,6 @@ BLOCK_BYTES = 1 << 19
 
 Measured with four nodes of 20 MB: half the time of one block, and more for less than 256 KiB.
 """
-
-Moment = Literal["summing", "copying", "between"]
-"""When a part of this rank's slice is summed; when it has slices of others; when what is left of a
-host's nodes is about to go to other hosts."""
 
 
 class Addition(NamedTuple):
@@ -118,6 +114,74 @@ class BlockSum:
             self._at("summing")
 
 
+class Neighbours:
+    """The arenas of ranks that read one another's memory.
+
+    Attributes:
+        nodes: the nodes of all of them, from left to right.
+        first_rows: the first row of each, in which its part of the sum will be.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        layout: ArenaLayout,
+        memories: Sequence[Tensor],
+        num_nodes: Sequence[int],
+    ) -> None:
+        """Use memory that all ranks have mapped.
+
+        Args:
+            transport: transport between the ranks.
+            layout: layout of every rank's arena.
+            memories: memory of each rank.
+            num_nodes: number of nodes of each rank.
+        """
+        pairs = list(zip(memories, num_nodes, strict=True))
+        # A spare has a first row too, for its slice of the sum.
+        arenas = [Arena(layout, memory, max(1, num)) for memory, num in pairs]
+        self.first_rows = [arena.rows[0] for arena in arenas]
+        # Ranks have contiguous ranges of leaves.
+        self.nodes = [
+            row for arena, num in zip(arenas, num_nodes, strict=True) for row in arena.rows[:num]
+        ]
+        self._transport = transport
+        self._arrived = torch.zeros(transport.size, dtype=torch.uint8)
+
+    def wait(self) -> None:
+        """Return when all ranks have called this."""
+        # Of one byte each, since an all-gather of nothing waits for nobody. A barrier would be that
+        # of the supervisor in an elastic group, which takes longer.
+        rank = self._transport.rank
+        own = self._arrived[rank : rank + 1]
+        self._transport.all_gather(own, self._arrived, [1] * self._transport.size)
+
+
+def shared_bytes(
+    segments: Sequence[Segment],
+    owned: Sequence[int],
+    num_nodes: Sequence[int],
+    rank: int,
+    gather: bool,
+) -> tuple[int, int]:
+    """The bytes that others read of a rank, and it of others: as many as `Slices` sends.
+
+    Args:
+        segments: segments of an arena.
+        owned: elements of each of them that this rank adds up.
+        num_nodes: number of nodes of each rank.
+        rank: this rank.
+        gather: whether the others get its part of the sum, and it theirs.
+    """
+    num_own, others = num_nodes[rank], len(num_nodes) - 1
+    sent = received = 0
+    for (dtype, numel), count in zip(segments, owned, strict=True):
+        own, rest = count * dtype.itemsize, (numel - count) * dtype.itemsize
+        sent += num_own * rest + gather * others * own
+        received += (sum(num_nodes) - num_own) * own + gather * rest
+    return sent, received
+
+
 class SharedSlices(Slices):
     """`Slices` of ranks that read one another's memory; where one of them cannot, `Slices`.
 
@@ -126,89 +190,50 @@ class SharedSlices(Slices):
         reason: why ranks exchange messages: empty where they need not, None before the first run.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        layout: ArenaLayout,
-        arena: Arena,
-        num_nodes: Sequence[int],
-        plan: Sequence[int],
-        slices: Sequence[Sequence[Range]],
-        bucket_bytes: int,
-        gather: bool,
-        memory: SharedMemory | str,
-        at: Callable[[Moment], None],
-    ) -> None:
+    def __init__(self, plan: ExchangePlan, memory: SharedMemory | str) -> None:
         """Prepare as `Slices`; talks to nobody, for ranks may lay out memory at other times.
 
         Args:
-            transport: transport between the ranks.
-            layout: layout of every rank's arena, whose header has at least one value.
-            arena: arena of this rank.
-            num_nodes: number of nodes of each rank.
-            plan: for each node, the number of additions that follow it.
-            slices: for each segment, the elements that each rank owns.
-            bucket_bytes: as for `Slices`.
-            gather: whether every rank needs the whole sum.
-            memory: memory of `arena`, or why it cannot be shared.
-            at: function that is called at each moment.
+            plan: what is exchanged; headers have at least one value.
+            memory: memory of the plan's arena, or why it cannot be shared.
         """
-        device = torch.device("cpu")
-        super().__init__(
-            transport, layout, arena, num_nodes, plan, slices, bucket_bytes, gather, device
-        )
-        assert layout.num_header, "ranks wait for one another's headers"
+        super().__init__(plan)
+        assert plan.layout.num_header, "ranks wait for one another's headers"
         self.reason: str | None = None
-        self._layout = layout
         self._memory = memory
-        self._at = at
-        self._first_rows: list[Row] = []
-        self._nodes: list[Row] = []
-        self._sum = BlockSum(plan, at)
-        self._arrived = torch.zeros(transport.size, dtype=torch.uint8)
-        self._moved = self._moved_bytes()
+        self._sum = BlockSum(plan.additions, plan.at)
+        rank = plan.transport.rank
+        owned = [len(slices[rank]) for slices in plan.slices]
+        self._moved = shared_bytes(plan.layout.segments, owned, plan.num_nodes, rank, plan.gather)
 
     def run(self) -> None:
         """Exchange headers and scalars, then add up and copy slices where they lie."""
+        plan = self._plan
         if self.reason is None:
-            self.reason = self._meet()
+            found = map_all(self._transport, self._memory)
+            self.reason = found if isinstance(found, str) else ""
+            if not isinstance(found, str):
+                self._ranks = Neighbours(self._transport, plan.layout, found, plan.num_nodes)
         if self.reason:
             super().run()
             return
         self._run_small()
-        for segment in range(len(self._slices)):
+        for segment in range(len(plan.slices)):
             self._add_up(segment)
-        self._wait()
-        if self._gather:
-            for segment, slices in enumerate(self._slices):
+        # Nobody may copy a slice that its owner is still adding up,
+        self._ranks.wait()
+        if plan.gather:
+            for segment, slices in enumerate(plan.slices):
                 self._copy(segment, slices)
-            self._at("copying")
-            self._wait()
+            plan.at("copying")
+            # nor step parameters in memory that others are still copying.
+            self._ranks.wait()
         self._transport.traffic.add_shared(*self._moved)
-
-    def _meet(self) -> str:
-        """Map the memory of all ranks; a collective. Returns why that cannot be, if it cannot."""
-        found = map_all(self._transport, self._memory)
-        if isinstance(found, str):
-            return found
-        # A spare has a first row too, for its slice of the sum.
-        arenas = [
-            Arena(self._layout, memory, max(1, num))
-            for memory, num in zip(found, self._num_nodes, strict=True)
-        ]
-        self._first_rows = [arena.rows[0] for arena in arenas]
-        # By rank, then node: ranks have contiguous ranges of leaves, so this is from left to right.
-        self._nodes = [
-            row
-            for arena, num in zip(arenas, self._num_nodes, strict=True)
-            for row in arena.rows[:num]
-        ]
-        return ""
 
     def _add_up(self, segment: int) -> None:
         """Add up this rank's slice of every node into its own first row."""
-        own = self._slices[segment][self._transport.rank].slice
-        nodes = [row.segments[segment][own] for row in self._nodes]
+        own = self._plan.slices[segment][self._transport.rank].slice
+        nodes = [row.segments[segment][own] for row in self._ranks.nodes]
         self._sum.into(self.total.segments[segment][own], nodes)
 
     def _copy(self, segment: int, slices: Sequence[Range]) -> None:
@@ -216,27 +241,7 @@ class SharedSlices(Slices):
         total = self.total.segments[segment]
         for rank, (first, last) in enumerate(slices):
             if rank != self._transport.rank:
-                total[first:last] = self._first_rows[rank].segments[segment][first:last]
-
-    def _moved_bytes(self) -> tuple[int, int]:
-        """The bytes that others read of this rank, and it of others: as many as `Slices` sends."""
-        rank, others = self._transport.rank, self._transport.size - 1
-        num_own = self._num_nodes[rank]
-        sent = received = 0
-        for segment, slices in zip(self._layout.segments, self._slices, strict=True):
-            own = len(slices[rank]) * segment.dtype.itemsize
-            rest = segment.numel * segment.dtype.itemsize - own
-            sent += num_own * rest + self._gather * others * own
-            received += (len(self._plan) - num_own) * own + self._gather * rest
-        return sent, received
-
-    def _wait(self) -> None:
-        """Return when all ranks have called this."""
-        # Of one byte each, since an all-gather of nothing waits for nobody. A barrier would be that
-        # of the supervisor in an elastic group, which takes longer.
-        rank = self._transport.rank
-        own = self._arrived[rank : rank + 1]
-        self._transport.all_gather(own, self._arrived, [1] * self._transport.size)
+                total[first:last] = self._ranks.first_rows[rank].segments[segment][first:last]
 
 
 def shared_arena(

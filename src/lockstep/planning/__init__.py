@@ -1,1 +1,1 @@
-"""What training will cost elsewhere: from measurements to predictions. It starts no ranks."""
+"""Predictions of what training costs on other numbers of ranks, from measurements."""

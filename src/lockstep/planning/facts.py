@@ -1,4 +1,4 @@
-"""What is measured of a task before it is planned: steps, memory, messages, starts, checkpoints."""
+"""The measurements that a plan is made from: steps, memory, messages, starts and checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lockstep.planning.profile import Profile
 
 @dataclass(frozen=True)
 class Timed:
-    """Steps of replicas of one host that computed at the same time and did not talk to each other.
+    """Steps of replicas on one host that computed at the same time without communication.
 
     Attributes:
         num_microbatches: microbatches that each replica computed in a step.
@@ -19,7 +19,7 @@ class Timed:
         tp: ranks that shared the layers of each stage.
         step_s: seconds of a step, the median of reports.
         peak_bytes: the most memory that a rank had.
-        jitter: seconds of single steps over their mean; empty where they were not told apart.
+        jitter: seconds of single steps over their mean; empty where they were not measured singly.
         sent_bytes: bytes that the ranks of a replica sent to each other in a step.
     """
 
@@ -55,7 +55,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What a model and its optimizer are made of.
+    """The sizes and parts of a model and its optimizer.
 
     Attributes:
         num_parameters: numbers in all parameters.
@@ -86,7 +86,7 @@ class Anatomy:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a plan is made from.
+    """All measurements of a task.
 
     Attributes:
         task: what is trained, as it is given to `lockstep train`.
@@ -102,10 +102,10 @@ class Facts:
         num_microbatches: microbatches of a step.
         total_steps: steps of the whole run.
         buddy: whether a rank keeps the slice of another one too.
-        anatomy: what the model is made of.
+        anatomy: sizes and parts of the model.
         timed: steps that were measured.
-        groups: steps of ranks of this host that did talk to each other.
-        messages: what messages cost among them.
+        groups: steps of ranks of this host that trained together.
+        messages: costs of messages among these ranks.
         group_bytes: memory that a rank needs more when it is one of two.
         start_s: seconds from the command to the first step.
         checkpoint_bytes: size of a checkpoint.

@@ -1,4 +1,4 @@
-"""The layouts that a task can be trained in, with what each rank exchanges and keeps."""
+"""The layouts that a task can be trained in, and the memory of their ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Layout:
         num_ranks: number of ranks.
         pp: stages of a replica.
         tp: ranks that share the layers of each stage.
-        sharding: what each rank keeps its slice of only.
+        sharding: what is sharded over the ranks of a column.
     """
 
     num_ranks: int
@@ -45,7 +45,7 @@ class Layout:
 
     @property
     def overrides(self) -> list[str]:
-        """What it adds to a config."""
+        """The `key=value` items of a config for it."""
         items = {"mesh.pp": self.pp, "mesh.tp": self.tp}
         said = [f"{key}={size}" for key, size in items.items() if size > 1]
         return said + ([] if self.sharding == "none" else [f"sharding={self.sharding}"])
@@ -69,7 +69,7 @@ def layouts(
 
     Args:
         numbers: numbers of ranks.
-        anatomy: what the model is made of.
+        anatomy: sizes and parts of the model.
         replicas: stages, and ranks of each stage, of the replicas that were measured.
     """
     return [layout for number in sorted(set(numbers)) for layout in _of(number, anatomy, replicas)]
@@ -84,11 +84,11 @@ def _of(number: int, anatomy: Anatomy, replicas: Set[tuple[int, int]]) -> Iterat
 
 
 def peak_bytes(facts: Facts, layout: Layout) -> int:
-    """The most memory that a rank has in a layout, as the system counts it: its resident set.
+    """The peak memory (resident set) of a rank in a layout.
 
-    The nearest measurement, and what the two layouts keep otherwise of parameters, gradients,
-    optimizer state and messages. Where no ranks were trained together, memory that libraries hold
-    for connections is taken as that of two ranks.
+    The nearest measurement, corrected for the difference of the two layouts in parameters,
+    gradients, optimizer state and messages. Where no ranks were trained together, the memory of
+    libraries for connections is taken as that of two ranks.
     """
     group = _trained_together(facts, layout)
     if group is not None:
@@ -107,8 +107,8 @@ def peak_bytes(facts: Facts, layout: Layout) -> int:
 def _trained_together(facts: Facts, layout: Layout) -> Group | None:
     """The ranks of this host that were as many as a layout has, where each is a replica.
 
-    They say nothing of ranks on several hosts, which are not forked from a process of their host
-    and so have more in memory for themselves.
+    They do not stand for ranks on several hosts, which are not forked from a process of their host
+    and so share less memory.
     """
     if layout.pp * layout.tp > 1:
         return None
@@ -121,7 +121,7 @@ def _nearest(facts: Facts, layout: Layout, own: int) -> Timed:
 
 
 def _kept_alone(facts: Facts, timed: Timed) -> int:
-    """What a measured replica kept: it was the only one, with a few microbatches."""
+    """The memory of a measured replica, which was the only one and had few microbatches."""
     whole, part = facts.anatomy, timed.pp * timed.tp
     rows = rows_needed(Range(0, timed.num_microbatches), timed.num_microbatches)
     return ((2 + rows) * whole.gradient_bytes + whole.state_bytes) // part

@@ -1,4 +1,4 @@
-"""What a collective costs among some ranks, from profiles of others.
+"""The cost of a collective among some ranks, from profiles of other groups.
 
 A profile that has as many ranks is taken as it is: between two measured sizes, a straight line. For
 other numbers of ranks the time is split into what it takes whatever the size, which grows with the
@@ -52,16 +52,16 @@ _LEAVING: Mapping[str, tuple[int, Callable[[float, int, int], float]]] = Mapping
         "to_next": (1, _passed),
     }
 )
-"""Of each collective, how often all wait for all, and what leaves a host: of its size, the number
-of ranks, and that of a host's."""
+"""For each collective, the number of times that all wait for all, and the bytes that leave a host:
+a function of the size, the number of ranks, and the number of ranks on a host."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What joins hosts.
+    """The network between hosts.
 
     Attributes:
-        bytes_per_s: what a host can send in a second.
+        bytes_per_s: bytes that a host can send in a second.
         latency_s: seconds of an empty message from host to host.
     """
 
@@ -88,12 +88,12 @@ def parse_link(text: str) -> Link:
 
 
 class Network:
-    """What ranks can be told from, and what is not known of others.
+    """The costs of collectives among any number of ranks, from profiles of some groups.
 
     Args:
         profiles: profiles of groups of ranks; may be none.
         ranks_per_host: most ranks of a host.
-        link: what joins hosts; None if that is in the profiles, or not known.
+        link: network between hosts; None if the profiles include it, or it is not known.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Network:
         return -(-num_ranks // self._ranks_per_host)
 
     def assumes(self, num_ranks: int) -> list[str]:
-        """What has to be believed of a group of so many ranks, for want of a measurement."""
+        """The assumptions about a group of so many ranks that was not measured."""
         inside = min(num_ranks, self._ranks_per_host) if self._link else num_ranks
         if inside == 1:
             return []
@@ -143,7 +143,7 @@ class Network:
         return seconds + self._between(operation, num_bytes, num_ranks)
 
     def _between(self, operation: str, num_bytes: float, num_ranks: int) -> float:
-        """What a link adds: all that leaves a host goes through it, one after another."""
+        """The time of the network between hosts, which carries messages of a host in sequence."""
         hosts = self.num_hosts(num_ranks)
         if self._link is None or hosts == 1:
             return 0.0
@@ -153,7 +153,7 @@ class Network:
         return latency_s + sent / self._link.bytes_per_s
 
     def _measured(self, operation: str, num_ranks: int) -> Measurement | None:
-        """The measurement of the group that is most like this one."""
+        """The measurement of the most similar group."""
         hosts = self.num_hosts(num_ranks)
         scopes: list[Scope] = ["all", "between", "inside"]
         scopes = scopes if hosts > 1 else scopes[::-1]

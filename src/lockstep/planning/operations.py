@@ -1,4 +1,4 @@
-"""What a communication profile measures: operations, sizes, and lines through times.
+"""The operations and sizes of a communication profile, and lines fitted to its times.
 
 The model is Hockney's (R. W. Hockney, "The communication challenge for MPP", Parallel Computing 20,
 1994). Times of one profile differ by five orders of magnitude, so relative errors are made small:
@@ -19,7 +19,7 @@ from lockstep.config.parsing import shown
 from lockstep.errors import ConfigError
 
 Layer = Literal["lockstep", "torch"]
-"""Who is called: Lockstep's transport and what the engine builds on it, or `torch.distributed`."""
+"""The library that is measured: Lockstep's transport and engine, or `torch.distributed`."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class Operation:
     """A collective or a message.
 
     Attributes:
-        layer: who is called.
+        layer: library that is measured.
         name: name of it, unique in its layer.
-        meaning: what is done, and what its size is that of.
+        meaning: what is done, and what its size refers to.
         factor: function from the number of ranks to bus bandwidth over algorithm bandwidth: the
             part of the size that goes in or out of the busiest rank.
-        has_size: whether it moves anything that the caller has chosen.
+        has_size: whether the caller chooses how much it moves.
         least_bytes: least size that it can have.
         most_bytes: greatest size that it is measured with.
         copies: memory that a rank needs, as a multiple of the size.
@@ -207,7 +207,7 @@ class Point:
         p99_s: the least number of seconds that 99 % of the calls did not exceed.
         max_s: seconds of the slowest call.
         algorithm_bytes_per_s: size over median; 0 where there is no size.
-        bus_bytes_per_s: what went in or out of the busiest rank, over the median.
+        bus_bytes_per_s: bytes in or out of the busiest rank, over the median.
     """
 
     num_bytes: int
@@ -240,7 +240,7 @@ def summarised(
 
 
 _LEAST_POINTS = 3
-"""Of a piece: a line through fewer says nothing of what lies between them."""
+"""Least points of a piece: a line through fewer says nothing about the times between them."""
 _MOST_PIECES = 3
 _GOOD = 0.1
 """Where no time is further off than this part of it, another piece is not tried."""

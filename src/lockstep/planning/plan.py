@@ -21,27 +21,27 @@ from lockstep.planning.facts import Facts
 from lockstep.planning.layouts import Layout, layouts
 from lockstep.planning.network import Network
 from lockstep.planning.prediction import Prediction, predict
-from lockstep.planning.profile import check_format, read, write
+from lockstep.planning.profile import check_format, read_json
 
 _HOUR_S = 3600.0
 IN_PLACE = ("mpi", "local")
 """Launchers under which the others go on when a rank is lost."""
 REGROUP_S = 1.0
-"""Seconds that survivors take to go on: more than docs/benchmarks/recovery.md has measured."""
+"""Seconds until survivors go on: more than docs/benchmarks/recovery.md has measured."""
 
 
 @dataclass(frozen=True)
 class Losses:
-    """What a run loses.
+    """The cost of checkpoints and of lost ranks.
 
     Attributes:
         interval_s: seconds between checkpoints, the best for starting again after each loss.
         interval_steps: the same in steps, at least 1.
-        checkpoints: part of the time in which training stands still for checkpoints, as often as
-            that.
+        checkpoints: part of the time in which training stands still for checkpoints at this
+            interval.
         in_place: part of the time that losses cost where the others go on; None where they cannot.
-        restarted: part of the time that they cost where all start again from the newest
-            checkpoint; 1.0 where the run would not get on at all.
+        restarted: part of the time that losses cost where all ranks start again from the newest
+            checkpoint; 1.0 where the run would make no progress.
     """
 
     interval_s: float
@@ -52,11 +52,11 @@ class Losses:
 
 
 def losses(facts: Facts, prediction: Prediction, hours_between: float) -> Losses:
-    """What checkpoints and losses cost in a layout.
+    """The cost of checkpoints and losses in a layout.
 
     Args:
-        facts: what was measured.
-        prediction: what a step costs.
+        facts: measurements of the task.
+        prediction: cost of a step.
         hours_between: mean hours between two losses of one rank.
     """
     between_s = hours_between * _HOUR_S / prediction.layout.num_ranks
@@ -82,7 +82,7 @@ def _survives(layout: Layout, facts: Facts) -> bool:
 FORMAT = "lockstep plan"
 VERSION = 2
 _WORTH = 1.05
-"""Ranks, stages or slices that bring less than this are not worth their trouble."""
+"""Least speedup for which more ranks, stages or slices are recommended."""
 _LEAST_EFFICIENCY = 0.5
 
 
@@ -91,8 +91,8 @@ class Row:
     """A layout.
 
     Attributes:
-        prediction: what a step costs.
-        losses: what checkpoints and lost ranks cost.
+        prediction: cost of a step.
+        losses: cost of checkpoints and lost ranks.
     """
 
     prediction: Prediction
@@ -101,18 +101,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was measured, and what follows.
+    """Measurements, and the predictions that follow from them.
 
     Attributes:
         format: always `FORMAT`.
         version: version of the format.
-        facts: what was measured of the task.
+        facts: measurements of the task.
         ranks_per_host: most ranks of a host.
         hours_between: mean hours between two losses of one rank.
         rows: all layouts, fewest ranks first.
         best: number of the row that is recommended.
-        reasons: why that one.
-        assumptions: what has to be believed.
+        reasons: why it is recommended.
+        assumptions: assumptions that the predictions depend on.
     """
 
     format: str
@@ -131,7 +131,7 @@ class Plan:
         return self.rows[self.best]
 
     def find(self, layout: Layout) -> Row | None:
-        """What is predicted for a layout; None if it was not asked for."""
+        """The row of a layout; None if there is none."""
         return next((row for row in self.rows if row.prediction.layout == layout), None)
 
 
@@ -145,8 +145,8 @@ def make_plan(
     """Predict all layouts of some numbers of ranks, and choose one.
 
     Args:
-        facts: what was measured of the task.
-        network: what collectives cost.
+        facts: measurements of the task.
+        network: costs of collectives.
         numbers: numbers of ranks, at least one.
         ranks_per_host: most ranks of a host.
         hours_between: mean hours between two losses of one rank.
@@ -214,7 +214,7 @@ def _limit(facts: Facts, way: Prediction) -> str:
 
 
 def _assumptions(facts: Facts, network: Network, rows: Sequence[Row]) -> Iterator[str]:
-    """What has to be believed, and what was left out."""
+    """The assumptions of the predictions, and costs that they leave out."""
     numbers = sorted({row.prediction.layout.num_ranks for row in rows})
     said = dict.fromkeys(line for number in numbers for line in network.assumes(number))
     yield from said
@@ -235,22 +235,13 @@ def _assumptions(facts: Facts, network: Network, rows: Sequence[Row]) -> Iterato
     yield "evaluation and the start are not part of a step"
 
 
-def write_plan(path: Path, plan: Plan) -> None:
-    """Write a plan to a file.
-
-    Raises:
-        DataError: it cannot be written.
-    """
-    write(path, plan)
-
-
 def read_plan(path: Path) -> Plan:
     """The plan in a file.
 
     Raises:
         DataError: the file cannot be read, is damaged, or is something else.
     """
-    return read(path, _from_json, "plan", "lockstep plan TASK --json FILE")
+    return read_json(path, _from_json, "plan", "lockstep plan TASK --json FILE")
 
 
 def _from_json(text: str) -> Plan:
@@ -263,7 +254,7 @@ def _from_json(text: str) -> Plan:
 
 
 def _problems(plan: Plan) -> Iterator[str]:
-    """What cannot be in a plan that was made."""
+    """Errors in a plan: what `make_plan` cannot have written."""
     if not 0 <= plan.best < len(plan.rows):
         yield f"best={plan.best}: there is no such row"
     for number, row in enumerate(plan.rows):

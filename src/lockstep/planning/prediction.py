@@ -13,17 +13,17 @@ from lockstep.planning.network import Network
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step costs in a layout.
+    """The predicted cost of a step in a layout.
 
     Attributes:
         layout: the ranks.
         num_hosts: hosts that they are on.
         compute_s: seconds in which the slowest rank computes, fetches batches and steps.
         exchange_s: seconds in which ranks sum their gradients.
-        waiting_s: seconds in which ranks wait for whichever of them is slowest in this step, and
-            in which those of a host are in each other's way.
+        waiting_s: seconds in which ranks wait for the slowest of them, or for resources of their
+            host.
         samples_per_s: samples of all ranks for each second.
-        efficiency: what a rank does, over what one does that is alone.
+        efficiency: throughput of a rank, relative to a single rank.
         peak_bytes: the most memory that a rank has.
         sent_bytes: bytes that a rank sends in a step.
         num_spares: ranks that have nothing to compute.
@@ -49,11 +49,11 @@ class Prediction:
 
 
 def predict(facts: Facts, network: Network, layout: Layout, ranks_per_host: int) -> Prediction:
-    """What a step costs in a layout.
+    """The predicted cost of a step in a layout.
 
     Args:
-        facts: what was measured of the task.
-        network: what collectives cost.
+        facts: measurements of the task.
+        network: costs of collectives.
         layout: the ranks.
         ranks_per_host: most ranks of a host.
     """
@@ -85,12 +85,12 @@ def predict(facts: Facts, network: Network, layout: Layout, ranks_per_host: int)
 def surplus_seconds(facts: Facts, layout: Layout, per_host: int) -> float:
     """Seconds by which a step of ranks that trained together on this host exceeds its parts.
 
-    Messages between ranks that have just computed, and come at different times, cost more than
-    messages alone; more ranks than cores, some of which wait, more than as many that compute. It is
-    taken from the group that is most like the ranks of a host, and the same for all layouts.
+    Messages between ranks that have just computed, and arrive at different times, cost more than
+    messages alone; and ranks that wait take time from others if there are more ranks than cores.
+    The surplus is that of the most similar measured group, and the same for all layouts.
 
     Args:
-        facts: what was measured.
+        facts: measurements of the task.
         layout: the ranks.
         per_host: ranks of a host.
     """
@@ -118,7 +118,7 @@ def step_seconds(facts: Facts, layout: Layout, num_microbatches: int, per_host: 
     Linear in the number of microbatches between those that were measured, and beyond them.
 
     Args:
-        facts: what was measured.
+        facts: measurements of the task.
         layout: whose replica.
         num_microbatches: microbatches that it computes.
         per_host: ranks of its host, which compute at the same time.
@@ -132,7 +132,7 @@ def step_seconds(facts: Facts, layout: Layout, num_microbatches: int, per_host: 
         ((t.num_microbatches, t.step_s) for t in same if t.num_ranks == busy), key=lambda p: p[0]
     )
     seconds = _line(points, num_microbatches)
-    # More ranks than cores take turns.
+    # With more ranks than cores, ranks wait for a core.
     return seconds * max(1.0, per_host / max(facts.cores, busy))
 
 
@@ -146,7 +146,7 @@ def _line(points: Sequence[tuple[int, float]], at: int) -> float:
 
 
 def excess_of_slowest(jitter: Sequence[float], num: int) -> float:
-    """By how much the slowest of some steps exceeds their mean, as a part of it.
+    """By how much the slowest of several steps exceeds their mean, relative to the mean.
 
     The expected greatest of `num` draws from the measured ones, with replacement.
     """

@@ -1,4 +1,4 @@
-"""A communication profile and its file: JSON whose format and version say what it is.
+"""A communication profile, and its file.
 
 The file is a JSON object; `format` names it and `version` says how its fields are to be read.
 Bytes are bytes and times seconds, also where people are shown other units.
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lockstep.config.files import MAX_TEXT_BYTES, read_text, replacing
 from lockstep.config.parsing import as_type, parse_object, shown
-from lockstep.errors import DataError
+from lockstep.errors import DataError, file_errors
 from lockstep.planning.operations import MOST_BYTES, OPERATIONS, Fit, Layer, Point
 
 if TYPE_CHECKING:
@@ -26,27 +26,24 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def write(path: Path, value: DataclassInstance) -> None:
-    """Write a dataclass to a file.
+def write_json(path: Path, value: DataclassInstance) -> None:
+    """Write a profile or a plan to a file.
 
     Raises:
         DataError: it cannot be written.
     """
     text = json.dumps(asdict(value), indent=1, allow_nan=False)
-    try:
-        with replacing(path) as file:
-            file.write(f"{text}\n")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error.strerror or error}") from None
+    with file_errors(DataError, path), replacing(path) as file:
+        file.write(f"{text}\n")
 
 
-def read(path: Path, parse: Callable[[str], T], what: str, command: str) -> T:
-    """What is in a file.
+def read_json(path: Path, parse: Callable[[str], T], what: str, command: str) -> T:
+    """The profile or plan in a file.
 
     Args:
         path: path of the file.
-        parse: makes it of the file's text; raises ValueError if it cannot.
-        what: what it is, for messages.
+        parse: function of the file's text; raises ValueError if that is something else.
+        what: what the file should hold, for messages.
         command: command that writes such a file.
 
     Raises:
@@ -127,7 +124,7 @@ class Host:
 
     Attributes:
         name: its host name.
-        processor: what its processor calls itself.
+        processor: model name of its processor.
         cores: number of cores that its ranks could use.
         ranks: ranks that ran on it.
         load: mean number of its busy processes in the minute before.
@@ -150,14 +147,14 @@ class Profile:
         measured_at: Unix seconds.
         date: the same for people, in ISO 8601.
         launcher: launcher that started the ranks.
-        transport: name of what carries the engine's bytes.
+        transport: name of the engine's transport.
         torch_backend: name of the backend of `torch.distributed` that was measured.
         device: kind of device that tensors were on.
         num_ranks: number of ranks in all.
         hosts: machines, in the order of their first ranks.
         versions: versions of programs, by name.
         seconds: time that the measurement took.
-        warnings: reasons why the numbers may say little.
+        warnings: reasons why the numbers may be unreliable.
         measurements: what was measured.
     """
 
@@ -183,13 +180,8 @@ class Profile:
         return next(of, None)
 
 
-def to_json(profile: Profile) -> str:
-    """A profile as JSON on one line."""
-    return json.dumps(asdict(profile), allow_nan=False)
-
-
 def from_json(text: str) -> Profile:
-    """The inverse of `to_json`.
+    """The profile in a JSON text.
 
     Raises:
         ValueError: it is no such JSON, or what it says cannot be.
@@ -202,26 +194,17 @@ def from_json(text: str) -> Profile:
     return profile
 
 
-def write_profile(path: Path, profile: Profile) -> None:
-    """Write a profile to a file.
-
-    Raises:
-        DataError: it cannot be written.
-    """
-    write(path, profile)
-
-
 def read_profile(path: Path) -> Profile:
     """The profile in a file.
 
     Raises:
         DataError: the file cannot be read, is damaged, or is something else.
     """
-    return read(path, from_json, "communication profile", "lockstep comm-profile --json FILE")
+    return read_json(path, from_json, "communication profile", "lockstep comm-profile --json FILE")
 
 
 def _problems(profile: Profile) -> Iterator[str]:
-    """What cannot be in a profile that was measured."""
+    """Errors in a profile: what no measurement can have written."""
     if not all(map(math.isfinite, _numbers(asdict(profile)))):
         yield "a number is not finite"
     if not 2 <= profile.num_ranks <= _MOST_PARTICIPANTS:

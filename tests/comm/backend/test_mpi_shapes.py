@@ -14,17 +14,17 @@ from lockstep.comm.backend.buffers import (
     check_dtypes,
     check_parts,
     check_whole,
-    displacements,
     only,
     split_counts,
 )
+from lockstep.comm.transport import offsets
 
 sizes = st.lists(st.integers(0, 20), min_size=1, max_size=8)
 
 
 @given(sizes)
-def test_displacements_tile_the_whole(counts: list[int]) -> None:
-    starts = displacements(counts)
+def test_offsets_tile_the_whole(counts: list[int]) -> None:
+    starts = offsets(counts)
     ends = [start + count for start, count in zip(starts, counts, strict=True)]
     assert starts == [0, *ends[:-1]]
     assert ends[-1] == sum(counts)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from lockstep.comm.backend.backend import MpiProcessGroup, init_process_group
+from lockstep.comm.backend import MpiProcessGroup, init_process_group
 
 group = init_process_group(timeout=timedelta(seconds=30))
 RANK, SIZE = dist.get_rank(), dist.get_world_size()

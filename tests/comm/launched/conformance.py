@@ -19,7 +19,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
-from lockstep.comm.backend.backend import init_process_group, register
+from lockstep.comm.backend import init_process_group, register
 
 Op = dist.ReduceOp
 TIMEOUT = timedelta(seconds=60)

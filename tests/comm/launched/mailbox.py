@@ -14,7 +14,7 @@ import time
 
 import torch
 
-from lockstep.comm.shared_memory import CAPACITY
+from lockstep.comm.mailbox import CAPACITY
 from lockstep.comm.transport import GroupBroken, offsets
 from lockstep.launching.rank.environment import detect
 from lockstep.launching.rank.join import open_transport

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from lockstep.comm.backend.backend import MpiProcessGroup, init_process_group
+from lockstep.comm.backend import MpiProcessGroup, init_process_group
 
 group = init_process_group()
 RANK = dist.get_rank()

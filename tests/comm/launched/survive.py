@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.comm.backend.backend import MpiProcessGroup, init_process_group
+from lockstep.comm.backend import MpiProcessGroup, init_process_group
 from lockstep.comm.mpi.library import MPI
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep.engine.audit.hidden_state import hidden_state
 
@@ -114,3 +115,10 @@ def test_what_a_thread_keeps_for_itself_is_not_another_one_s() -> None:
     other.start()
     other.join()
     assert hidden_state({"mine": mine}) == {"mine.count": "0"}
+
+
+def test_a_look_leaves_a_tensor_free_to_give_back_its_memory() -> None:
+    """Parameters of blocks do between their passes (`sharding=parameters`)."""
+    tensor = torch.arange(8.0)
+    hidden_state({"tensor": tensor})
+    tensor.untyped_storage().resize_(0)  # an error once numpy has had it

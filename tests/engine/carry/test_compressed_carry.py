@@ -20,7 +20,7 @@ from lockstep.parallel.layout import Range
 NUM = 6
 FLAT: Any = SimpleNamespace(
     segments=[Segment(torch.float32, BLOCK)],
-    places=[[(0, torch.Size([20, 10])), (208, torch.Size([5]))]],
+    specs=[[(0, torch.Size([20, 10])), (208, torch.Size([5]))]],
 )
 BLOCKS = BLOCK // SCALED
 INITIAL = [torch.full([BLOCKS], 9, dtype=torch.int16)]

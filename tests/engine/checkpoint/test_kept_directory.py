@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +31,22 @@ def finished(tmp_path: Path) -> Path:
     (run / "events.jsonl").write_text(STARTED)
     (run / "result.json").write_text("done")
     return run
+
+
+def test_a_folder_that_cannot_be_read_is_taken_for_one_without_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a umask of 777 makes it; what went wrong there must be what is said."""
+    stat = os.stat
+
+    def refused(path: Any, **options: Any) -> os.stat_result:
+        if "closed" in str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refused)
+    with pytest.raises(KeyError, match="first"), kept_if_refused(tmp_path / "closed" / "run"):
+        raise KeyError("first")
 
 
 def test_a_refused_start_is_undone(finished: Path) -> None:

@@ -562,7 +562,7 @@ def test_segments_are_whole_blocks_with_zeros_between_the_tensors() -> None:
         assert entry.offset % 16 == 0
     for f, used in zip(flat.flats, taken, strict=True):
         assert not f[~used].any()
-    for segment, places in enumerate(flat.places):
+    for segment, places in enumerate(flat.specs):
         assert places == [(e.offset, e.shape) for e in flat.entries if e.segment == segment]
 
 

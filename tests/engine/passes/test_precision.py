@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.config import PrecisionConfig
-from lockstep.engine.passes.compute import LossScale, autocast
+from lockstep.engine.passes.precision import LossScale, autocast
 
 CPU = torch.device("cpu")
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.engine.recovery.positions import Held
-from lockstep.engine.recovery.sharded_state import holders
+from lockstep.engine.recovery.positions import Owned
+from lockstep.engine.recovery.sharded_state import slice_roots
 from lockstep.errors import RankFailure
 from lockstep.parallel.fold import BLOCK, Segment, slice_up
 from lockstep.parallel.layout import stepped_slices
@@ -29,27 +29,27 @@ def test_a_holder_has_stepped_the_slice(group, with_buddy):
     held = held_by(size, members)
     if is_lost:
         with pytest.raises(RankFailure, match=r"last copy .* resume from the newest checkpoint"):
-            holders(0, held, with_buddy)
+            slice_roots(0, held, with_buddy)
         return
-    for part, new_rank in zip(slices, holders(0, held, with_buddy), strict=True):
+    for part, new_rank in zip(slices, slice_roots(0, held, with_buddy), strict=True):
         assert part in stepped_slices(slices, members[new_rank], with_buddy)
 
 
 def test_the_owner_is_preferred():
-    assert holders(0, held_by(3, [0, 1, 2]), True) == [0, 1, 2]
-    assert holders(0, held_by(3, [1, 2]), True) == [0, 0, 1]
-    assert holders(0, held_by(1, [0, -1]), True) == [0]
+    assert slice_roots(0, held_by(3, [0, 1, 2]), True) == [0, 1, 2]
+    assert slice_roots(0, held_by(3, [1, 2]), True) == [0, 0, 1]
+    assert slice_roots(0, held_by(1, [0, -1]), True) == [0]
 
 
 def test_each_column_of_a_mesh_has_slices_of_its_own():
     # Columns 0 and 1 had three ranks and two; rank 1 of the first is lost, and one joins.
-    held = [Held(1, 0, 2), Held(0, 2, 3), Held(0, 0, 3), Held(), Held(1, 1, 2)]
-    assert holders(0, held, True) == [2, 1, 1]
-    assert holders(1, held, True) == [0, 4]
+    held = [Owned(1, 0, 2), Owned(0, 2, 3), Owned(0, 0, 3), Owned(), Owned(1, 1, 2)]
+    assert slice_roots(0, held, True) == [2, 1, 1]
+    assert slice_roots(1, held, True) == [0, 4]
     with pytest.raises(RankFailure, match="slice 1 "):
-        holders(0, held, False)
+        slice_roots(0, held, False)
 
 
-def held_by(size: int, members: list[int]) -> list[Held]:
+def held_by(size: int, members: list[int]) -> list[Owned]:
     """What ranks hold of one column, by their former ranks; -1 for joining ranks."""
-    return [Held(0, member, size) if member >= 0 else Held() for member in members]
+    return [Owned(0, member, size) if member >= 0 else Owned() for member in members]

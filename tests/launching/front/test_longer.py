@@ -132,12 +132,12 @@ def test_an_interrupted_run_gets_longer_shorter_and_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_on_any_number_of_ranks(lockstep: Any, tmp_path: Path, first: int) -> None:
+def test_on_any_number_of_ranks(lockstep: Any, here: Any, tmp_path: Path, first: int) -> None:
     target = f"{FILE}:Line"
-    assert lockstep("train", target, "--run-dir", "one", "-n", str(first), "-q").returncode == 0
+    assert here("train", target, "--run-dir", "one", "-n", str(first), "-q").returncode == 0
     done = lockstep("resume", "one", "epochs=4", "-n", "2", "-q")
     assert done.returncode == 0, done.stderr
-    assert lockstep("train", target, "--run-dir", "other", "epochs=4", "-q").returncode == 0
+    assert here("train", target, "--run-dir", "other", "epochs=4", "-q").returncode == 0
     assert_same(tmp_path / "one", tmp_path / "other")
 
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -81,6 +82,7 @@ def test_a_loopback_interface_that_is_down_is_said_at_once(launcher: str) -> Non
         ('mkdir gone && cd gone && rmdir "$PWD"', "the working directory is gone"),
         ("ulimit -f 0", "no folder for temporary files can be written"),
         ("ulimit -v 500000", "at most 488 MiB of address space (ulimit -v), and torch needs 1,024"),
+        ("ulimit -d 200000", "at most 195 MiB of data (ulimit -d), and torch needs 320"),
     ],
 )
 def test_what_keeps_torch_from_being_imported_is_one_message(
@@ -174,6 +176,26 @@ def test_a_record_of_calls_does_without_memory_that_it_may_not_have(
 
     monkeypatch.setattr(os, "ftruncate", refused)
     assert CallRing().fd == -1
+
+
+def test_a_limit_on_threads_is_said_before_libraries_meet_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert preflight.threads() is None
+    start, started = threading.Thread.start, []
+
+    def limited(thread: threading.Thread) -> None:
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    obstacle = preflight.threads()
+    assert obstacle is not None
+    assert "only 2 more threads may be started" in obstacle.problem
+    assert "ulimit -u" in obstacle.remedy
+    assert not any(thread.is_alive() for thread in started)
 
 
 def test_errors_of_limits_say_which_limit() -> None:

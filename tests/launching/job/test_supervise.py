@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tests.conftest import environment
 
-from lockstep.errors import LaunchError, RunDirectoryError
+from lockstep.errors import LaunchError, LockstepError, RunDirectoryError
 from lockstep.launching.host.processes import is_alive
 from lockstep.launching.job import job
 from lockstep.launching.job import run as supervise
@@ -525,6 +525,14 @@ def test_an_unwritable_run_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunDirectoryError, match=r"ranks\.log: cannot be written.*--run-dir"):
         run(python_command(code("")), tmp_path / "file")
+
+
+def test_a_program_that_the_system_does_not_start_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "bound_to_parent", lambda argv, _: [str(tmp_path)])
+    with pytest.raises(LockstepError, match=r"could not be started: .*: Permission denied; make"):
+        run(python_command(code("")), tmp_path)
 
 
 MEETING = """

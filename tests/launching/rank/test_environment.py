@@ -11,7 +11,6 @@ TORCHRUN = {
     "WORLD_SIZE": "8",
     "LOCAL_RANK": "1",
     "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
     "MASTER_ADDR": "node1",
     "MASTER_PORT": "29500",
 }
@@ -63,18 +62,13 @@ SPAWNED = {
 }
 STEP_PORT = 15_000 + (1234 * 31 + 2) % 15_000
 
-IN_TORCHRUN = Environment("torchrun", 5, 8, 1, 4, 1, "node1", 29500)
-IN_HAND_MADE = Environment("torchrun", 1, 2, 0, 1, None, "node1", 29500)
+IN_TORCHRUN = Environment("torchrun", 5, 8, 1, 4, "node1", 29500)
+IN_HAND_MADE = Environment("torchrun", 1, 2, 0, 1, "node1", 29500)
 IN_MPI = Environment("mpi", 3, 4, 1, 2)
-IN_STEP = Environment("slurm", 4, 5, 0, 1, 2, "n07-ib", STEP_PORT, "1234")
-IN_BATCH = Environment(job_id="1234")
+IN_STEP = Environment("slurm", 4, 5, 0, 1, "n07-ib", STEP_PORT)
 ALONE = Environment()
 IN_SPAWNED = Environment("mpi", 5, 4, 0, 4, joins=True, replacements=2)
-IN_LOCAL = Environment("local", 1, 2, 1, 2, 0, "127.0.0.1", 29500, None, 5)
-
-
-def job(place: Environment) -> Environment:
-    return Environment(**vars(place) | {"job_id": "1234"})
+IN_LOCAL = Environment("local", 1, 2, 1, 2, "127.0.0.1", 29500, 5)
 
 
 @pytest.mark.parametrize(
@@ -91,35 +85,35 @@ def job(place: Environment) -> Environment:
         pytest.param({"LOCAL_RANK": "0"}, ALONE, id="LOCAL_RANK alone"),
         pytest.param({"PMI_RANK": "0", "PMI_SIZE": "1"}, ALONE, id="PMI without hydra"),
         pytest.param(TORCHRUN, IN_TORCHRUN, id="torchrun"),
-        pytest.param(BATCH | TORCHRUN, job(IN_TORCHRUN), id="torchrun in a batch script"),
-        pytest.param(ONE_TASK_STEP | TORCHRUN, job(IN_TORCHRUN), id="torchrun started by srun"),
+        pytest.param(BATCH | TORCHRUN, IN_TORCHRUN, id="torchrun in a batch script"),
+        pytest.param(ONE_TASK_STEP | TORCHRUN, IN_TORCHRUN, id="torchrun started by srun"),
         pytest.param(OPEN_MPI | TORCHRUN, IN_TORCHRUN, id="torchrun started by mpirun"),
         pytest.param(
             TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
-            Environment("torchrun", 0, 1, 0, 1, 1, "node1", 29500),
+            Environment("torchrun", 0, 1, 0, 1, "node1", 29500),
             id="torchrun with one rank",
         ),
         pytest.param(HAND_MADE, IN_HAND_MADE, id="by hand"),
         pytest.param(
             HAND_MADE | {"LOCAL_RANK": "1"},
-            Environment("torchrun", 1, 2, 1, 2, None, "node1", 29500),
+            Environment("torchrun", 1, 2, 1, 2, "node1", 29500),
             id="by hand with LOCAL_RANK",
         ),
-        pytest.param(ONE_TASK_STEP | HAND_MADE, job(IN_HAND_MADE), id="by hand in a one-task step"),
+        pytest.param(ONE_TASK_STEP | HAND_MADE, IN_HAND_MADE, id="by hand in a one-task step"),
         pytest.param(
             STEP | HAND_MADE | {"RANK": "4", "WORLD_SIZE": "5"},
-            Environment("torchrun", 4, 5, 0, 1, None, "node1", 29500, "1234"),
+            Environment("torchrun", 4, 5, 0, 1, "node1", 29500),
             id="RANK=$SLURM_PROCID",
         ),
         pytest.param(
             STEP | HAND_MADE | {"RANK": "9", "WORLD_SIZE": "10"},
-            Environment("torchrun", 9, 10, 0, 1, None, "node1", 29500, "1234"),
+            Environment("torchrun", 9, 10, 0, 1, "node1", 29500),
             id="two by hand in each task",
         ),
         pytest.param(OPEN_MPI, IN_MPI, id="Open MPI"),
         pytest.param(HYDRA, IN_MPI, id="hydra"),
-        pytest.param(STEP | OPEN_MPI, job(IN_MPI), id="mpirun in an allocation"),
-        pytest.param(BATCH | HYDRA, job(IN_MPI), id="hydra in a batch script"),
+        pytest.param(STEP | OPEN_MPI, IN_MPI, id="mpirun in an allocation"),
+        pytest.param(BATCH | HYDRA, IN_MPI, id="hydra in a batch script"),
         pytest.param(OPEN_MPI | {"WORLD_SIZE": "1", "RANK": "0"}, IN_MPI, id="mpirun, container"),
         pytest.param(OPEN_MPI | {"WORLD_SIZE": "4"}, IN_MPI, id="mpirun, agreeing WORLD_SIZE"),
         pytest.param(OPEN_MPI | {"RANK": "3"}, IN_MPI, id="mpirun, agreeing RANK"),
@@ -130,29 +124,25 @@ def job(place: Environment) -> Environment:
             Environment("mpi"),
             id="mpirun -n 1",
         ),
-        pytest.param(
-            STEP | {"PMIX_RANK": "4"}, Environment("mpi", 4, 5, 0, 1, 2, job_id="1234"), id="pmix"
-        ),
+        pytest.param(STEP | {"PMIX_RANK": "4"}, Environment("mpi", 4, 5, 0, 1), id="pmix"),
         pytest.param(STEP, IN_STEP, id="srun"),
         pytest.param(STEP | {"PMI_RANK": "4", "PMI_SIZE": "5"}, IN_STEP, id="srun --mpi=pmi2"),
         pytest.param(STEP | {"WORLD_SIZE": "5"}, IN_STEP, id="srun, agreeing WORLD_SIZE"),
         pytest.param(STEP | {"SLURM_NTASKS": "64"}, IN_STEP, id="the step's tasks, not the job's"),
         pytest.param(
             STEP | {"MASTER_ADDR": "me", "MASTER_PORT": "4444"},
-            Environment("slurm", 4, 5, 0, 1, 2, "me", 4444, "1234"),
+            Environment("slurm", 4, 5, 0, 1, "me", 4444),
             id="srun with a master of the user's",
         ),
         pytest.param(
             STEP | {"SLURM_NODEID": "1", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"},
-            Environment("slurm", 3, 5, 1, 2, 1, "n07-ib", STEP_PORT, "1234"),
+            Environment("slurm", 3, 5, 1, 2, "n07-ib", STEP_PORT),
             id="srun, middle node",
         ),
-        pytest.param(
-            ONE_TASK_STEP, Environment("slurm", node_rank=0, job_id="1234"), id="srun --pty"
-        ),
-        pytest.param(BATCH, IN_BATCH, id="batch script"),
-        pytest.param(STEP | {"SLURM_STEP_ID": "4294967291"}, IN_BATCH, id="the batch step"),
-        pytest.param(STEP | {"SLURM_STEP_ID": "4294967290"}, IN_BATCH, id="an interactive step"),
+        pytest.param(ONE_TASK_STEP, Environment("slurm"), id="srun --pty"),
+        pytest.param(BATCH, ALONE, id="batch script"),
+        pytest.param(STEP | {"SLURM_STEP_ID": "4294967291"}, ALONE, id="the batch step"),
+        pytest.param(STEP | {"SLURM_STEP_ID": "4294967290"}, ALONE, id="an interactive step"),
     ],
 )
 def test_finds_its_place(env: dict[str, str], place: Environment) -> None:
@@ -205,7 +195,7 @@ def test_names_what_is_missing(env: dict[str, str], name: str) -> None:
 NUMBERS = [
     *((LOCAL, name) for name in LOCAL),
     *((TORCHRUN, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")),
-    *((TORCHRUN, name) for name in ("LOCAL_WORLD_SIZE", "GROUP_RANK")),
+    (TORCHRUN, "LOCAL_WORLD_SIZE"),
     *((HAND_MADE, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")),
     *((OPEN_MPI, name) for name in OPEN_MPI if name != "PMIX_RANK"),
     *((HYDRA, name) for name in HYDRA),

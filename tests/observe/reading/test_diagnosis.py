@@ -241,9 +241,9 @@ def test_a_hang_that_nobody_could_report_is_told_from_the_files(tmp_path):
         ("did nothing for 4.0 s; its Python stack:\nThread 0x2 (most recent call first):\n"
          '  File "/x/lockstep/comm/listen.py", line 1 in listen\n\n'
          "Current thread 0x1 (most recent call first):\n"
-         '  File "/x/lockstep/comm/shared_memory.py", line 7 in wait\n'
+         '  File "/x/lockstep/comm/mailbox.py", line 7 in wait\n'
          '  File "/x/.venv/bin/lockstep", line 8 in <module>\n',
-         "rank 1 (slot 1) hung in step 6, at shared_memory.py:7 in wait", "look at that line"),
+         "rank 1 (slot 1) hung in step 6, at mailbox.py:7 in wait", "look at that line"),
     ],
 )  # fmt: skip
 def test_a_rank_that_stands_still_is_named_with_its_step_and_cause(

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from tests.conftest import result
+from tests.data.idx_files import write_idx
 from tests.data.test_cifar import cifar
 
-from lockstep.data.images import write_idx
 from lockstep.errors import ConfigError, DataError
 from lockstep.systems.cifar.task import Cifar, CifarConfig, ResidualNetwork, augmented
 

@@ -17,7 +17,7 @@ from lockstep.launching.front import Session, run
 from lockstep.systems.hrm.config import HrmConfig
 from lockstep.systems.hrm.data.writer import Puzzle, new_dataset
 from lockstep.systems.hrm.reports.scores import by_segments
-from lockstep.systems.hrm.reports.trained import trained
+from lockstep.systems.hrm.reports.trained_model import load_trained
 from lockstep.systems.hrm.task import Hrm
 
 
@@ -39,7 +39,7 @@ def test_what_only_the_identifier_tells_is_learnt(tmp_path: Path) -> None:
     )  # fmt: skip
     config = override(HrmConfig(), [f"data_dir={tmp_path / 'data'}", *keys])
     run(Hrm(config), config, Session(str(tmp_path / "run"), target="hrm", quiet=True))
-    found = trained(tmp_path / "run", "latest")
+    found = load_trained(tmp_path / "run", "latest")
     inputs, labels = found.puzzles("val")
     with_ids, without = (
         by_segments(found, inputs, labels, [1], False, known)[0]

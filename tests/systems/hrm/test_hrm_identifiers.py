@@ -19,9 +19,9 @@ from lockstep.nn.sparse_embedding import Fetched
 from lockstep.optim import RowSignSGD
 from lockstep.systems.hrm.config import HrmConfig
 from lockstep.systems.hrm.data.build import build
-from lockstep.systems.hrm.data.format import read_identifiers
-from lockstep.systems.hrm.data.request import Options
-from lockstep.systems.hrm.puzzles import made, read, read_both
+from lockstep.systems.hrm.data.format import read_identifiers, read_split
+from lockstep.systems.hrm.data.sources import Options
+from lockstep.systems.hrm.puzzles import Puzzles, generate, read_both, to_puzzles
 from lockstep.systems.hrm.task import Hrm
 
 
@@ -117,14 +117,14 @@ def test_the_table_is_that_of_the_config() -> None:
 
 def test_puzzles_that_are_made_are_those_of_a_dataset(arc: Path) -> None:
     both = read_both(arc)
-    for split, mine in made("arc", Options(train=3, test=2, augment=2, version=1)).items():
+    for split, mine in generate("arc", Options(train=3, test=2, augment=2, version=1)).items():
         assert both[split].identified_digest == mine.identified_digest
         assert list(mine.names) == read_identifiers(arc)
     assert tiny(f"data_dir={arc}").names == read_identifiers(arc)
     assert list(tiny().names) == read_identifiers(arc)
     test = both["test"]
-    assert test.of_examples.shape == (len(test.inputs),)
-    assert set(test.of_examples) <= set(both["train"].of_examples)
+    assert test.example_identifiers.shape == (len(test.inputs),)
+    assert set(test.example_identifiers) <= set(both["train"].example_identifiers)
 
 
 def test_identifiers_are_part_of_the_data_where_they_are_used() -> None:
@@ -213,12 +213,16 @@ def test_an_identifier_that_there_is_not_is_one_message(
     assert "Traceback" not in ended.stdout + ended.stderr
 
 
+def split_of_tests(folder: Path) -> Puzzles:
+    return to_puzzles(folder / "test", read_split(folder, "test"))
+
+
 def test_datasets_whose_parts_do_not_fit_are_refused(arc: Path, tmp_path: Path) -> None:
     folder = copied(arc, tmp_path)
     path = folder / "test" / "dataset.json"
     about = json.loads(path.read_text())
     path.write_text(json.dumps({**about, "num_puzzle_identifiers": 99}))
-    assert read(folder, "test").num_identifiers == 99
+    assert split_of_tests(folder).num_identifiers == 99
     with pytest.raises(DataError, match="num_puzzle_identifiers: is 16 in train, 99 in test"):
         tiny(f"data_dir={folder}").build_model()
 
@@ -233,4 +237,4 @@ def test_ignored_labels_are_0_whatever_they_were(
     path = folder / "test" / "all__labels.npy"
     labels = np.load(path, allow_pickle=False).astype(np.int64)
     np.save(path, np.where(labels == 0, ignored or 0, labels), allow_pickle=False)
-    assert read(folder, "test").digest == read(arc, "test").digest
+    assert split_of_tests(folder).digest == split_of_tests(arc).digest

@@ -19,7 +19,7 @@ from lockstep.systems.hrm.config import HrmConfig
 from lockstep.systems.hrm.data.arc import parse_name
 from lockstep.systems.hrm.data.build import build
 from lockstep.systems.hrm.data.format import read_identifiers
-from lockstep.systems.hrm.data.request import Options
+from lockstep.systems.hrm.data.sources import Options
 from lockstep.systems.hrm.task import Hrm
 
 FILE = "identifiers.json"

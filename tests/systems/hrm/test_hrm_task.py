@@ -14,8 +14,8 @@ from lockstep.engine.faults import PlannedFault, to_env
 from lockstep.errors import ConfigError
 from lockstep.systems.hrm.config import PRESETS, HrmConfig
 from lockstep.systems.hrm.data.build import build
-from lockstep.systems.hrm.data.request import Options
-from lockstep.systems.hrm.puzzles import made, read
+from lockstep.systems.hrm.data.sources import Options
+from lockstep.systems.hrm.puzzles import generate, read_both
 from lockstep.systems.hrm.reasoning import IGNORED, exact, stablemax_cross_entropy
 from lockstep.systems.hrm.task import Hrm
 
@@ -94,7 +94,7 @@ def _bce(q, target):
 
 
 def test_an_epoch_takes_a_random_puzzle_of_each_group_in_each_pass():
-    puzzles = made("sudoku", Options(4, 30, 10, 3, 0))["train"]
+    puzzles = generate("sudoku", Options(4, 30, 10, 3, 0))["train"]
     assert puzzles.groups.tolist() == list(range(0, 124, 4))
     order = puzzles.epoch(12, np.random.default_rng(5))
     assert len(order) == 96  # 8 batches
@@ -108,12 +108,12 @@ def test_an_epoch_takes_a_random_puzzle_of_each_group_in_each_pass():
 def test_puzzles_that_are_made_are_those_of_a_dataset(tmp_path):
     options = Options(4, 30, 10, 3, 7, clues=6)
     build("sudoku", tmp_path / "data", options)
-    for split, mine in made("sudoku", options).items():
-        assert read(tmp_path / "data", split).digest == mine.digest
+    for split, mine in generate("sudoku", options).items():
+        assert read_both(tmp_path / "data")[split].digest == mine.digest
 
 
 def test_no_solution_of_validation_is_in_training():
-    both = made("sudoku", Options(4, 200, 100, 4, 0))
+    both = generate("sudoku", Options(4, 200, 100, 4, 0))
     train, val = ({tuple(row) for row in both[s].labels.tolist()} for s in ("train", "test"))
     assert train
     assert not train & val
@@ -162,7 +162,7 @@ def test_puzzles_that_halt_early_keep_their_answer():
         net.halting.weight.normal_(generator=torch.Generator().manual_seed(1))
         net.halting.bias.zero_()
     inputs = task.dataset("val").tensors[0].long()
-    answers, steps = task.solve(net, inputs)
+    answers, steps, _ = task.solve(net, inputs)
     assert len(set(steps.tolist())) > 1
     for number, count in enumerate(steps.tolist()):
         for later in answers[count - 1 :]:

@@ -16,9 +16,9 @@ from tests.systems.quantum.circuits import ring, some_parameters
 from torch import Tensor
 
 from lockstep.errors import ConfigError
+from lockstep.quantum import bound
 from lockstep.systems.quantum.circuits.angles import Angle, parameter
 from lockstep.systems.quantum.circuits.circuit import Circuit, Gate, gate, unitary
-from lockstep.systems.quantum.interop import bound
 from lockstep.systems.quantum.simulation import parts as memory
 from lockstep.systems.quantum.simulation.gradients import share, shifted
 from lockstep.systems.quantum.simulation.measure import PauliSum, probabilities, sample_frequencies

@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep.errors import ConfigError
 from lockstep.sketch import Candidate, SKConv2d, SKLinear, apply, choose, measure, replace_layers
-from lockstep.systems.sketched.convert import dense_layers
+from lockstep.systems.sketched.tuner import dense_layers
 
 
 def model():

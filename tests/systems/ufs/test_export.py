@@ -19,7 +19,7 @@ import torch
 from tests.systems.ufs.building import built
 from tests.systems.ufs.fields.layouts import SHAPE, write
 from tests.systems.ufs.fields.test_layouts import LAYOUTS
-from tests.systems.ufs.making import FORMATS, HOSTILE, NAMES, good, values
+from tests.systems.ufs.hostile_files import FORMATS, HOSTILE, NAMES, good, values
 
 from lockstep.systems.ufs.export import export_net, load_program, load_script
 from lockstep.systems.ufs.fields.bands import Selection, keep_bands

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.cli.clusters.slurm_batch import (
@@ -18,17 +17,16 @@ from lockstep.cli.clusters.slurm_batch import (
     with_options,
     with_threads,
 )
-from lockstep.config import TrainConfig
 from lockstep.config.files import replacing
 from lockstep.engine.checkpoint.origin import items
-from lockstep.errors import LaunchError
+from lockstep.errors import LaunchError, file_errors
 from lockstep.launching.job.commands import SILENCE_S
 from lockstep.launching.slurm.script import FIRST_COMMENT, BatchJob, script
 from lockstep.launching.targets import absolute
 
 
 def deliver(batch: BatchJob, path: Path, submit: bool) -> None:
-    """Write a job's script, and hand it to SLURM if asked to.
+    """Write a job's script, and submit it to SLURM if asked to.
 
     Raises:
         LaunchError: it has a text that no script may have, cannot be written, or is refused.
@@ -40,7 +38,7 @@ def deliver(batch: BatchJob, path: Path, submit: bool) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    try:
+    with file_errors(LaunchError, path, advice="choose another --output"):
         if path.exists() and FIRST_COMMENT not in path.read_text(errors="replace")[:200]:
             raise LaunchError(
                 f"{path}: is there already, and not from lockstep slurm; choose another --output"
@@ -48,14 +46,10 @@ def _write(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
             file.write(text)
-    except OSError as error:
-        raise LaunchError(
-            f"{path}: cannot be written: {error.strerror or error}; choose another --output"
-        ) from error
 
 
 def _submit(path: Path) -> str:
-    """Submit a script: the job's number."""
+    """Submit a script; returns the number of the job."""
     sbatch = shutil.which("sbatch")
     if sbatch is None:
         raise LaunchError(
@@ -71,70 +65,51 @@ def _submit(path: Path) -> str:
     return done.stdout.strip().partition(";")[0]
 
 
-@dataclass(frozen=True)
-class Request:
-    """A request for a job, as the command line gives it.
+def slurm(
+    target: str,
+    overrides: Sequence[str],
+    job: JobFile,
+    run_dir: Path | None,
+    output: Path | None,
+    submit: bool,
+) -> None:
+    """Write a job script that trains a target (or runs `doctor`), and submit it if asked to.
 
-    Attributes:
+    Args:
+        target: recipe, file or script to train, or `doctor`.
+        overrides: `key=value` items for the config, and options for sbatch.
         job: options of the job.
         run_dir: path of the run directory; named after the job's number if None.
         output: path of the script to write; named after the target if None.
-        submit: whether to hand the script to SLURM.
-    """
-
-    job: JobFile
-    run_dir: Path | None
-    output: Path | None
-    submit: bool
-
-
-def slurm(target: str, overrides: Sequence[str], request: Request) -> int:
-    """Write a job script that trains a target (or runs `doctor`), and submit it if asked to.
-
-    Returns:
-        The exit code.
+        submit: whether to submit the script to SLURM.
 
     Raises:
         LockstepError: something given does not work, and nothing was written; or there is no
             sbatch, or it refused the script, which was written.
     """
-    job = request.job
     options = [item for item in overrides if item.startswith("-")]
     overrides = [*job.overrides, *(item for item in overrides if not item.startswith("-"))]
     is_doctor = target == DOCTOR
     where = target if is_doctor else absolute(target)
     threads, silence_s = 1, SILENCE_S
     if not is_doctor:
-        overrides = with_threads(overrides, job.cpus_per_task, request.run_dir)
-        config = config_of(where, overrides, request.run_dir)
+        overrides = with_threads(overrides, job.cpus_per_task, run_dir)
+        config = config_of(where, overrides, run_dir)
         threads, silence_s = config.threads, config.hang_timeout_s
-        overrides = [*overrides, *_weights(config)]
+        # The exact weights of another run that the job starts from, so that later changes of that
+        # run do not matter. Patterns are given already: by the overrides, the task or the script.
+        weights = items(config.weights_from)
+        overrides += [item for item in weights if not item.startswith("weights_from.only=")]
     if is_doctor and overrides:
         raise LaunchError(f"{overrides[0]!r}: the doctor has no config")
     if is_doctor and job.replace:
         raise LaunchError(f"--replace {job.replace}: the doctor replaces no ranks")
     cpus = threads if job.cpus_per_task is None else job.cpus_per_task
     resources = resources_of(job, cpus, threads)
-    name = _name(where)
-    path = (request.output or Path(f"{name}.sbatch")).absolute()
+    name = where.rpartition(":")[2] if ".py:" in where else Path(where).stem
+    name = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)
+    path = (output or Path(f"{name}.sbatch")).absolute()
     batch = batch_job(
-        name, where, overrides, threads, resources, job.replace, request.run_dir, path, silence_s
+        name, where, overrides, threads, resources, job.replace, run_dir, path, silence_s
     )
-    deliver(with_options(batch, job, options), path, request.submit)
-    return 0
-
-
-def _weights(config: TrainConfig) -> list[str]:
-    """The items that say which weights of another run a job starts from, if it does.
-
-    What becomes of that run before the job starts, or is requeued, then does not matter.
-    """
-    # Patterns are said already: by the overrides, the task or the script.
-    found = items(config.weights_from)
-    return [item for item in found if not item.startswith("weights_from.only=")]
-
-
-def _name(target: str) -> str:
-    """A name for job and files."""
-    name = target.rpartition(":")[2] if ".py:" in target else Path(target).stem
-    return re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)
+    deliver(with_options(batch, job, options), path, submit)

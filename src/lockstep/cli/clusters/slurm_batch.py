@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.comm.mpi.collectives import without_hierarchy
+from lockstep.comm.mpi import without_hierarchy
 from lockstep.config import Count, Positive, Section, TrainConfig, load, override
 from lockstep.config.files import read_text
 from lockstep.engine.checkpoint.origin import settled

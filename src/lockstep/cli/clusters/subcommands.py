@@ -9,7 +9,7 @@ import typer
 
 from lockstep.cli.options import LauncherOption, Overrides, RunDir, Target, importing, leave
 from lockstep.launching.rank.early import ending_at_interrupt
-from lockstep.launching.warm.forked import foresee_ranks
+from lockstep.launching.warm import foresee_ranks
 
 
 def slurm(
@@ -60,9 +60,7 @@ def slurm(
         "partition": partition, "account": account, "signal_before": signal_before,
         "replace": replace, "setup": setup,
     }  # fmt: skip
-    options = job_file(job, given)
-    request = command.Request(options, run_dir, output, submit)
-    leave(command.slurm(target, overrides or [], request))
+    command.slurm(target, overrides or [], job_file(job, given), run_dir, output, submit)
 
 
 def doctor(
@@ -153,15 +151,8 @@ def plan(
         from rich.console import Console
 
         from lockstep.cli.clusters.plan import command
+    profiles = tuple(profile or ())
     options = command.Options(
-        ranks,
-        ranks_per_host,
-        tuple(profile or ()),
-        network,
-        mtbf,
-        launcher,
-        seconds,
-        rounds,
-        json,
+        ranks, ranks_per_host, profiles, network, mtbf, launcher, seconds, rounds, json
     )
     command.plan(target, overrides or [], options, Console())

@@ -2,213 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from typer.core import TyperGroup
 
 from lockstep.errors import RunDirectoryError
-from lockstep.observe import Measured, text
-from lockstep.observe.reading.differences import (
-    Partings,
-    config_differences,
-    cost_of_run,
-    costs_of_runs,
-    letter,
-    lines_of_partings,
-    partings,
-)
-from lockstep.observe.reading.follow import read_run
-from lockstep.observe.reading.listing import Summary, summarise
-from lockstep.observe.storing.rows import dumps
-from lockstep.observe.text import printable
-
-_MOST_KEYS = 40
-
-
-def compared(runs: Sequence[Path]) -> tuple[list[str], bool]:
-    """Lines on the differences of runs, the first of which is compared with each other one.
-
-    Returns:
-        The lines, and whether two runs that should be equal are not: equal configs as far as these
-        can change the result, and unequal curves or parameters where both have some.
-
-    Raises:
-        RunDirectoryError: one of them cannot be read.
-        CheckpointError: a checkpoint is damaged.
-    """
-    summaries = [summarise(run) for run in runs]
-    histories = [read_run(run) for run in runs]
-    lines = [f"{letter(n)}  {run}" for n, run in enumerate(runs)]
-    costs = [cost_of_run(*run) for run in zip(summaries, histories, strict=True)]
-    lines += ["", *_configs(summaries), "", *_results(summaries, costs)]
-    differ = False
-    hashes = [history.plan.config_hash if history.plan else "" for history in histories]
-    for number in range(1, len(runs)):
-        pair = f"{letter(0)} and {letter(number)}"
-        found = partings((histories[0], histories[number]), (runs[0], runs[number]))
-        lines += ["", *lines_of_partings(pair, found)]
-        if hashes[0] == hashes[number] and summaries[0].task == summaries[number].task:
-            verdict = _verdict(found, summaries[0], summaries[number])
-            differ = differ or verdict is False
-            said = {
-                True: "they are",
-                False: "they are not",
-                None: "they have nothing in common yet",
-            }
-            lines.append(f"{pair} have one config, so they should be equal: {said[verdict]}")
-    return lines, differ
-
-
-def _verdict(found: Partings, one: Summary, other: Summary) -> bool | None:
-    """Whether two runs of one config are equal; None if nothing could be compared."""
-    have_ended = bool(one.sha256 and other.sha256) and one.step == other.step
-    if found.curves or found.tensors or (have_ended and one.sha256 != other.sha256):
-        return False
-    return True if have_ended or found.num_steps or found.num_checkpoints else None
-
-
-def _configs(summaries: Sequence[Summary]) -> Iterator[str]:
-    found = config_differences([run.config for run in summaries])
-    if not found:
-        yield "config: the same"
-        return
-    yield f"config: {text.count(len(found), 'key')} with other values"
-    for key, values in list(found.items())[:_MOST_KEYS]:
-        yield f"  {key}: " + ", ".join(f"{letter(n)} {value}" for n, value in enumerate(values))
-    if len(found) > _MOST_KEYS:
-        yield f"  … and {len(found) - _MOST_KEYS} more"
-
-
-def _results(summaries: Sequence[Summary], costs: Sequence[Measured]) -> Iterator[str]:
-    rows = {
-        "state": [run.state for run in summaries],
-        "step": [f"{run.step:,}" for run in summaries],
-        "ranks": [str(run.ranks) for run in summaries],
-        "seconds": [text.number(run.value("seconds")) for run in summaries],
-        "SHA-256": [run.sha256[:16] or "none" for run in summaries],
-    }
-    for name, *values in costs_of_runs(costs):
-        rows[name] = [value or "none" for value in values]
-    for name in dict.fromkeys(name for run in summaries for name in run.metrics):
-        rows[name] = [
-            repr(run.metrics[name]) if name in run.metrics else "none" for run in summaries
-        ]
-    widths = [max(len(row[n]) for row in rows.values()) for n in range(len(summaries))]
-    first = max(map(len, rows))
-    letters = [letter(n).rjust(w) for n, w in enumerate(widths)]
-    yield " ".join(["result".ljust(first), *letters])
-    for name, values in rows.items():
-        cells = [value.rjust(width) for value, width in zip(values, widths, strict=True)]
-        yield " ".join([name.ljust(first), *cells])
-
-
-_FIELDS = (
-    "path", "task", "state", "step", "total_steps", "ranks", "started", "newest", "sha256", "tags",
-    "metrics", "problems",
-)  # fmt: skip
-_COLOURS = {
-    "running": "green", "completed": "cyan", "stopped": "yellow", "failed": "red", "killed": "red",
-}  # fmt: skip
-_NUM_METRICS = 3
-_WIDE = 10_000
-
-
-def as_rows(runs: Sequence[Summary], columns: str | None) -> Iterator[str]:
-    """A JSON object for each run, each on a line."""
-    for run in runs:
-        if columns is not None:
-            yield dumps({key: run.value(key) for key in _keys(columns)}) + "\n"
-        else:
-            values = {key: getattr(run, key) for key in _FIELDS}
-            yield dumps(values | {"path": str(run.path)}) + "\n"
-
-
-def print_table(
-    runs: Sequence[Summary], folders: Sequence[Path], columns: str | None, num_found: int
-) -> None:
-    """Print a table, or that there is nothing to show."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_WIDE)  # in a pipe there is nothing to fit into
-    if not runs:
-        where = ", ".join(map(str, folders))
-        said = f"no runs in {where}"
-        if num_found:
-            said = f"none of {num_found} runs in {where} fulfils the conditions"
-        console.print(said, highlight=False)
-        return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    keys = _keys(columns) if columns is not None else None
-    cells = [_chosen(run, keys) if keys else _usual(run, folders) for run in runs]
-    for number, name in enumerate(keys or _HEADERS):
-        is_number = all(_is_number(row[number]) for row in cells)
-        table.add_column(
-            printable(name),
-            justify="right" if is_number else "left",
-            no_wrap=number > 0,
-            overflow="fold" if number == 0 else "ellipsis",
-        )
-    for row in cells:
-        table.add_row(*row)
-    console.print(table)
-    for run in runs:
-        for problem in run.problems:
-            console.print(f"{run.path}: {printable(problem)}", style="red", markup=False)
-
-
-_HEADERS = ("run", "task", "state", "steps", "ranks", "started", "time", "metrics", "tags")
-
-
-def _usual(run: Summary, folders: Sequence[Path]) -> list[Text]:
-    total = f"/{run.total_steps:,}" if run.total_steps else ""
-    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started)) if run.started else ""
-    metrics = list(run.metrics.items())
-    # Those of the validation say more than those of training.
-    metrics.sort(key=lambda item: item[0].startswith("train/"))
-    shown = "  ".join(text.measures(dict(metrics[:_NUM_METRICS])))
-    values = (
-        _name(run.path, folders), run.task, run.state, f"{run.step:,}{total}",
-        str(run.ranks or ""), began, text.duration(run.value("seconds")) if run.started else "",
-        shown, " ".join(run.tags),
-    )  # fmt: skip
-    styles = {2: _COLOURS.get(run.state, "")}
-    return [Text(printable(v), style=styles.get(n, "")) for n, v in enumerate(values)]
-
-
-def _chosen(run: Summary, keys: Sequence[str]) -> list[Text]:
-    return [Text(printable(_formatted(run.value(key)))) for key in keys]
-
-
-def _formatted(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return text.number(value)
-    return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
-
-
-def _name(path: Path, folders: Sequence[Path]) -> str:
-    """The path from the only folder that was asked for, or as it was given."""
-    if len(folders) == 1 and path != folders[0]:
-        return os.path.relpath(path, folders[0])
-    return str(path)
-
-
-def _keys(columns: str) -> list[str]:
-    return [key.strip() for key in columns.split(",") if key.strip()]
-
-
-def _is_number(cell: Text) -> bool:
-    return cell.plain.replace(",", "").replace(".", "").replace("-", "").isdigit()
 
 
 class _ListsByDefault(TyperGroup):
@@ -250,6 +51,7 @@ def list_runs(
     A key is a field (name, task, state, step, ranks, seconds, tags, sha256, …), a metric such as
     val/loss, or a key of the config.
     """
+    from lockstep.cli.look.run_tables import as_rows, print_table
     from lockstep.observe.reading.listing import find_runs, summarise
     from lockstep.observe.reading.runs import chosen
 
@@ -270,6 +72,7 @@ def compare(
 
     Exits with 1 if two runs of one config part.
     """
+    from lockstep.cli.look.run_tables import compared
     from lockstep.observe.text import printable
 
     if len(runs) < 2:

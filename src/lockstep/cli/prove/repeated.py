@@ -1,4 +1,4 @@
-"""Trainings that are repeated on other ranks and launchers, and where two of them part."""
+"""Trainings that are repeated on other ranks and launchers, and the first difference of two."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from lockstep.launching.targets import absolute, configured, is_script
 from lockstep.observe import read_events, read_result
 
 _KINDS = get_args(Sharding)[1:]
-"""What may stand behind a mesh: what each column keeps in slices."""
+"""What may follow a mesh: the sharding of each column."""
 
 
 class Axes(NamedTuple):
-    """What a replica is on a mesh, and what its columns share out."""
+    """How a mesh splits a replica, and what its columns shard."""
 
     pp: int
     """Stages."""
     tp: int
-    """Ranks that share out the shards of each stage."""
+    """Ranks that share the shards of each stage."""
     sharding: str | None
-    """What is in slices; None leaves it to the config."""
+    """What is sharded; None leaves it to the config."""
 
 
-class Leg(NamedTuple):
+class Launch(NamedTuple):
     """Some ranks under one launcher."""
 
     launcher: str
@@ -63,7 +63,7 @@ class Leg(NamedTuple):
 
     @property
     def overrides(self) -> list[str]:
-        """What it adds to the config."""
+        """The `key=value` items that it adds to the config."""
         if self.axes is None:
             return []
         pp, tp, sharding = self.axes
@@ -72,7 +72,7 @@ class Leg(NamedTuple):
 
 
 def numbers_of(ranks: str) -> list[tuple[int, Axes | None]]:
-    """Numbers of ranks, on meshes that the config says."""
+    """Numbers of ranks; the config chooses their meshes."""
     numbers = [int(n) if n.isdigit() else 0 for n in ranks.split(",")]
     if min(numbers) < 1:
         raise ConfigError(f"--ranks {ranks}: must be positive numbers, separated by commas")
@@ -97,7 +97,7 @@ def meshes_of(meshes: str) -> list[tuple[int, Axes | None]]:
     return found
 
 
-def legs_of(launchers: str, numbers: Sequence[tuple[int, Axes | None]]) -> Iterator[Leg]:
+def launches_of(launchers: str, numbers: Sequence[tuple[int, Axes | None]]) -> Iterator[Launch]:
     """All launchers and numbers of ranks; plain python runs one rank only."""
     names = launchers.split(",")
     for name in names:
@@ -108,17 +108,18 @@ def legs_of(launchers: str, numbers: Sequence[tuple[int, Axes | None]]) -> Itera
         given = ",".join(str(number) for number, _ in numbers)
         raise ConfigError(f"--ranks {given}: plain python runs one rank; add mpi to --launchers")
     if "python" in names:
-        yield Leg("python", *(alone or (1, None)))
+        yield Launch("python", *(alone or (1, None)))
     for name in names:
         if name != "python":
-            yield from (Leg(name, *number) for number in numbers)
+            yield from (Launch(name, *number) for number in numbers)
 
 
-def pairs_of(legs: Sequence[Leg], number: int) -> Iterator[tuple[Leg, Leg]]:
-    """Where runs start and where they are resumed: the first and the last, and so on inwards."""
-    for place, first in enumerate(legs[:number]):
-        backwards = [*reversed(legs[: len(legs) - place]), *legs[len(legs) - place :]]
-        yield first, next((leg for leg in backwards if leg[1:] != first[1:]), backwards[0])
+def pairs_of(launches: Sequence[Launch], number: int) -> Iterator[tuple[Launch, Launch]]:
+    """Where runs start and where they resume: the first and the last launch, and so on inwards."""
+    for place, first in enumerate(launches[:number]):
+        cut = len(launches) - place
+        backwards = [*reversed(launches[:cut]), *launches[cut:]]
+        yield first, next((each for each in backwards if each[1:] != first[1:]), backwards[0])
 
 
 Row = Mapping[str, Any]
@@ -140,12 +141,12 @@ class Place(NamedTuple):
 
 
 def evaluated(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Those rows of a run that are of evaluations, as often as each of them was made."""
+    """The rows of a run that are of evaluations, repeated ones included."""
     return tuple(row for row in rows if row["event"] == "Evaluated")
 
 
 def num_evaluations(rows: Iterable[Row]) -> int:
-    """How many evaluations such rows are of; one that was made again is no other one."""
+    """The number of different evaluations in these rows; a repeated one counts once."""
     return len(_by_place(rows))
 
 
@@ -154,7 +155,7 @@ def first_different_evaluation(
 ) -> str:
     """Where the evaluations of two runs first differ; empty if they do not.
 
-    One that was made again, after a loss or by a session that went back, must be equal each time.
+    An evaluation that was repeated, after a loss or a resume, must be equal each time.
 
     Args:
         names: of the runs, for people.
@@ -176,7 +177,7 @@ def first_different_evaluation(
 
 
 def _by_place(rows: Iterable[Row]) -> dict[Place, list[dict[str, str]]]:
-    """By place, the values of each time that an evaluation was made."""
+    """By place, the values of each time that the evaluation was made."""
     found: dict[Place, list[dict[str, str]]] = {}
     for row in rows:
         model_step = row.get("model_step")
@@ -195,17 +196,17 @@ class Run:
     """One training of the config.
 
     Attributes:
-        legs: launcher and number of ranks of each session, in order.
+        launches: launcher and number of ranks of each session, in order.
         sha256: SHA-256 of the final parameters in hexadecimal; empty if the run failed.
         step: number of committed optimizer steps.
         wall_s: wall time of training in seconds.
         error: message of the error that ended it; empty if there was none.
-        carry_sha256: SHA-256 of what microbatches carry in the end; empty if they carry nothing.
-        tables_sha256: SHA-256 of the rows of tables in the end; empty without tables.
-        evaluations: rows of its evaluations, as it has written them.
+        carry_sha256: SHA-256 of the final carry of all microbatches; empty without a carry.
+        tables_sha256: SHA-256 of the final rows of tables; empty without tables.
+        evaluations: rows of its evaluations, as the run has written them.
     """
 
-    legs: tuple[Leg, ...]
+    launches: tuple[Launch, ...]
     sha256: str = ""
     step: int = 0
     wall_s: float = 0.0
@@ -216,17 +217,17 @@ class Run:
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """What must be equal: of parameters, of what microbatches carry, and of tables."""
+        """The digests that must be equal: of parameters, of the carry, and of tables."""
         return self.sha256, self.carry_sha256, self.tables_sha256
 
-    def parting(self, other: Run) -> str:
-        """Where the evaluations of two runs first differ; empty if they do not."""
+    def difference(self, other: Run) -> str:
+        """Where the evaluations of two runs first differ; empty if they are equal."""
         names, rows = (self.name, other.name), (self.evaluations, other.evaluations)
         return first_different_evaluation(names, rows)
 
     def is_like(self, other: Run) -> bool:
         """Whether digests and evaluations of two runs are equal."""
-        return self.digests == other.digests and not self.parting(other)
+        return self.digests == other.digests and not self.difference(other)
 
     @property
     def half(self) -> int:
@@ -235,8 +236,8 @@ class Run:
 
     @property
     def name(self) -> str:
-        """A name for people, made of its legs."""
-        return ", resumed: ".join(leg.name for leg in self.legs)
+        """A name for people, made of its launches."""
+        return ", resumed: ".join(launch.name for launch in self.launches)
 
 
 @dataclass(frozen=True)
@@ -247,22 +248,24 @@ class Training:
     overrides: Sequence[str]
     folder: Path
 
-    def run(self, legs: tuple[Leg, ...], stop: int = 0, more: Sequence[str] = ()) -> Run:
-        """Train to the end; if there is a second leg, stop after a step and go on with it."""
-        path = self.path(legs, more)
+    def run(self, launches: tuple[Launch, ...], stop: int = 0, more: Sequence[str] = ()) -> Run:
+        """Train to the end; with a second launch, stop after step `stop` and resume there."""
+        path = self.path(launches, more)
         wall_s = 0.0
-        for number, leg in enumerate(legs, 1):
-            until = [f"stop_at_step={stop}"] if number < len(legs) else []
-            overrides = [*self.overrides, *leg.overrides, *more, *until]
-            ended = self._start(leg, path, overrides, resume=number > 1)
+        for number, launch in enumerate(launches, 1):
+            until = [f"stop_at_step={stop}"] if number < len(launches) else []
+            overrides = [*self.overrides, *launch.overrides, *more, *until]
+            ended = self._start(launch, path, overrides, resume=number > 1)
             if ended.exit_code in _STOPPED:
-                raise SystemExit(ended.exit_code)  # else a signal would end this one run only
+                raise SystemExit(
+                    ended.exit_code
+                )  # a signal must end the command, not just this run
             if ended.exit_code:
-                return Run(legs, error=ended.message or f"exit code {ended.exit_code}")
+                return Run(launches, error=ended.message or f"exit code {ended.exit_code}")
             result = read_result(path / "result.json")
             wall_s += float(result["wall_s"])
         return Run(
-            legs,
+            launches,
             result["params_sha256"],
             result["step"],
             wall_s,
@@ -271,31 +274,32 @@ class Training:
             evaluations=evaluated(read_events(path / "events.jsonl")),
         )
 
-    def path(self, legs: tuple[Leg, ...], more: Sequence[str] = ()) -> Path:
+    def path(self, launches: tuple[Launch, ...], more: Sequence[str] = ()) -> Path:
         """The run directory."""
         name = "-".join(
-            "-".join(filter(None, [leg.launcher, str(leg.num_ranks), leg.mesh])) for leg in legs
+            "-".join(filter(None, [launch.launcher, str(launch.num_ranks), launch.mesh]))
+            for launch in launches
         )
         return self.folder / (f"steps-{name}" if more else name)
 
-    def _start(self, leg: Leg, path: Path, overrides: Sequence[str], resume: bool) -> Ended:
+    def _start(self, launch: Launch, path: Path, overrides: Sequence[str], resume: bool) -> Ended:
         where = absolute(self.target)
         script = is_script(self.target)
         session = Session(str(path), resume, tuple(overrides) if script else (), False, where)
         threads = 1 if script else configured(self.target, overrides)[1].threads
-        command = rank_command(leg.launcher, leg.num_ranks, where, overrides)
-        return start(command, session, threads, on_row=_ignore, on_line=_ignore)
+        command = rank_command(launch.launcher, launch.num_ranks, where, overrides)
+        return start(command, session, threads, on_row=lambda _: None, on_line=lambda _: None)
 
 
 def first_difference(training: Training, runs: tuple[Run, Run]) -> str:
-    """Where two runs part: train both again with a checkpoint at each step, and compare these."""
+    """Where two runs first differ: both train again, with a checkpoint at each step to compare."""
     every = ["checkpoint.every=1", f"checkpoint.keep={max(r.step for r in runs)}"]
     roots = []
     for run in runs:
-        again = training.run(run.legs, runs[0].half, every)
+        again = training.run(run.launches, runs[0].half, every)
         if again.error:
             return f"could not be traced: {again.error}"
-        roots.append(training.path(run.legs, every) / "checkpoints")
+        roots.append(training.path(run.launches, every) / "checkpoints")
     names = " and ".join(r.name for r in runs)
     for step in range(1, runs[0].step + 1):
         read = [checkpoint.read(r / listing.folder_name(step)) for r in roots]
@@ -316,7 +320,3 @@ def _tensors(snapshot: checkpoint.Snapshot) -> dict[str, Tensor]:
         for name, first, key, tensor in read_rows(snapshot)
     }
     return snapshot.model | snapshot.buffers | carried | rows
-
-
-def _ignore(_: object) -> None:
-    """Runs being compared are not shown."""

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from lockstep.cli.options import Overrides, QuietVerdict, Replace, Target, importing, leave
-from lockstep.launching.warm.forked import foresee_ranks
+from lockstep.launching.warm import foresee_ranks
 
 
 def verify(
@@ -60,7 +60,6 @@ def chaos(
         from rich.console import Console
 
         from lockstep.cli.prove.chaos import command
-        from lockstep.cli.prove.chaos import sessions as sessions
-    victims = sessions.Ranks(ranks, launcher, replace)
+    victims = command.Ranks(ranks, launcher, replace)
     console = Console(file=sys.stdout)  # this one: what ranks print has a reader of its own
     leave(command.chaos(target, overrides or [], victims, faults, seed, keep, console, quiet))

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from lockstep.cli.options import shown_status
+from lockstep.cli.options import folder_for, shown_status
 from lockstep.cli.prove.repeated import (
-    Leg,
+    Launch,
     Run,
     Training,
     first_difference,
-    legs_of,
+    launches_of,
     meshes_of,
     num_evaluations,
     numbers_of,
@@ -28,7 +25,7 @@ from lockstep.launching.targets import configured, is_script
 from lockstep.observe.text import count
 
 _DIGITS = 16
-"""Digits of a SHA-256 in the table, which so fits 80 columns."""
+"""Digits of a SHA-256 in the table, which must fit 80 columns."""
 
 
 def verify(
@@ -68,41 +65,37 @@ def verify(
     """
     if resumes < 0:
         raise ConfigError(f"--resumes {resumes}: must not be negative")
-    legs = list(legs_of(launchers, meshes_of(meshes) if meshes else numbers_of(ranks)))
+    launches = list(launches_of(launchers, meshes_of(meshes) if meshes else numbers_of(ranks)))
     if not is_script(target):
         configured(target, overrides)
-    with ExitStack() as stack:
-        if keep is None:
-            folder = tempfile.mkdtemp(prefix="lockstep-verify-")
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            keep = Path(folder)
-        training = Training(target, overrides, keep)
-        runs = _runs(training, legs, resumes, console, quiet)
+    with folder_for(keep, "verify") as folder:
+        training = Training(target, overrides, folder)
+        runs = _runs(training, launches, resumes, console, quiet)
         if not quiet:
             console.print(_table(runs))
-        return _judged(training, runs, console)
+        return _verdict(training, runs, console)
 
 
 def _runs(
-    training: Training, legs: Sequence[Leg], resumes: int, console: Console, quiet: bool
+    training: Training, launches: Sequence[Launch], resumes: int, console: Console, quiet: bool
 ) -> list[Run]:
-    """The runs on all ranks; if they are equal, those too that are stopped and resumed."""
+    """The runs on each number of ranks, and if these are equal, those that stop and resume."""
     runs, target = [], training.target
-    for leg in legs:
-        what = f"{target}: {count(leg.num_ranks, 'rank')} under {leg.launcher}"
+    for launch in launches:
+        what = f"{target}: {count(launch.num_ranks, 'rank')} under {launch.launcher}"
         with shown_status(console, what, quiet):
-            runs.append(training.run((leg,)))
+            runs.append(training.run((launch,)))
     half = runs[0].half
     if half and all(run.is_like(runs[0]) for run in runs):
-        for pair in pairs_of(legs, resumes):
+        for pair in pairs_of(launches, resumes):
             what = f"{target}: stopped after step {half} and resumed, {pair[1].name}"
             with shown_status(console, what, quiet):
                 runs.append(training.run(pair, half))
     return runs
 
 
-def _judged(training: Training, runs: Sequence[Run], console: Console) -> int:
-    """Print what failed or differs, or the common digests; the exit code."""
+def _verdict(training: Training, runs: Sequence[Run], console: Console) -> int:
+    """Print what failed or differs, or the digests that all runs share; the exit code."""
     for run in runs:
         if run.error:
             console.print(f"{run.name} failed: {run.error}", markup=False, soft_wrap=True)
@@ -123,8 +116,8 @@ def _judged(training: Training, runs: Sequence[Run], console: Console) -> int:
     for run in (runs[0], odd[0]):
         shown = "\n".join(filter(None, run.digests))
         console.print(f"{run.name}:\n{shown}", markup=False, soft_wrap=True)
-    if parting := runs[0].parting(odd[0]):
-        console.print(parting, markup=False, soft_wrap=True)
+    if difference := runs[0].difference(odd[0]):
+        console.print(difference, markup=False, soft_wrap=True)
     if odd[0].digests != runs[0].digests:
         console.print(first_difference(training, (runs[0], odd[0])), markup=False)
     return 1
@@ -133,15 +126,15 @@ def _judged(training: Training, runs: Sequence[Run], console: Console) -> int:
 def _table(runs: Sequence[Run]) -> Table:
     table = Table()
     table.add_column("launcher")
-    with_meshes = any(leg.mesh for run in runs for leg in run.legs)
+    with_meshes = any(launch.mesh for run in runs for launch in run.launches)
     for name in ("mesh" if with_meshes else "ranks", "steps", "seconds"):
         table.add_column(name, justify="right")
     table.add_column("SHA-256 of the parameters", no_wrap=True)
     for run in runs:
         equal = run.sha256 and run.is_like(runs[0])
         table.add_row(
-            ", then ".join(leg.launcher for leg in run.legs),
-            ", then ".join(leg.mesh or str(leg.num_ranks) for leg in run.legs),
+            ", then ".join(launch.launcher for launch in run.launches),
+            ", then ".join(launch.mesh or str(launch.num_ranks) for launch in run.launches),
             str(run.step),
             f"{run.wall_s:.2f}",
             f"{run.sha256[:_DIGITS]}…" if run.sha256 else "failed",

@@ -135,7 +135,7 @@ def init(file: Path) -> list[str]:
     config = file.with_suffix(".yaml")
     if os.path.lexists(config):
         raise ConfigError(f"init {config}: is there already; name another file")
-    text = files("lockstep.cli").joinpath("template.py").read_text(encoding="utf-8")
+    text = files(__package__).joinpath("template.py").read_text(encoding="utf-8")
     _write(file, text.replace(_TEMPLATE_NAME, file.name))
     target = f"{file}:{_CLASS}"
     try:

@@ -25,7 +25,7 @@ from lockstep.cli.options import (
 )
 from lockstep.launching.rank.early import ending_at_interrupt
 from lockstep.launching.systems import recipe_names, summary
-from lockstep.launching.warm.forked import foresee_ranks
+from lockstep.launching.warm import foresee_ranks
 
 
 def recipes() -> None:

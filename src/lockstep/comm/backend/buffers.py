@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from math import prod
 from typing import Any, TypeAlias
 
@@ -18,11 +17,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lockstep.comm.mpi.library import MPI
-
-
-def displacements(counts: Sequence[int]) -> list[int]:
-    """The start of each part when parts of these sizes lie one behind the other."""
-    return [0, *accumulate(counts)][:-1]
+from lockstep.comm.transport import offsets
 
 
 def split_counts(shape: Sequence[int], splits: Sequence[int], num_ranks: int) -> list[int]:
@@ -254,7 +249,7 @@ def _spec(plain: Tensor, datatype: MPI.Datatype, counts: Sequence[int] | None) -
     if counts is None:
         # mpi4py derives the count; one given here would mean the count per rank.
         return [memory, datatype]
-    return [memory, counts, displacements(counts), datatype]
+    return [memory, counts, offsets(counts), datatype]
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,7 +187,7 @@ class MpiGroup(dist.ProcessGroup):
         finish: Any = None,
         keep: Tensor | None = None,
     ) -> MpiWork:
-        """Launch a started request; `tensor` tells on which device `finish` works."""
+        """Launch a started request; `finish` runs on the device of `tensor`."""
         if finish is not None:
             finish = on_current_stream(finish, tensor.device)
         return self.launch(
@@ -218,7 +218,7 @@ class MpiGroup(dist.ProcessGroup):
         return self.together("coalesced operations", works, [])
 
     def _sweep(self) -> None:
-        """Let go of what is done but was never waited for."""
+        """Release what is done but was never waited for."""
         for work in list(self._running):
             work.is_completed()
         self._sweep_at = max(_MIN_SWEEP, 2 * len(self._running))

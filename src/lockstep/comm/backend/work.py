@@ -81,7 +81,7 @@ class MpiWork(Work):
         describe: function that returns the operation and its group, for messages.
         timeout_s: seconds that `wait` waits by default.
         progress: thread that drives the operation once its future has been asked for.
-        finish: function to call once when the operation is done, before anyone is told.
+        finish: function to call once when the operation is done, before `wait` returns.
         keep: objects that must stay alive until then, since MPI reads and writes raw memory.
         on_done: function to call when the operation has ended, in success or not.
     """
@@ -190,7 +190,7 @@ class MpiWork(Work):
         return future
 
     def _advance(self) -> bool:
-        """Poll MPI once; on completion finish and let go of the memory. Needs the lock."""
+        """Poll MPI once; on completion finish and release the memory. Needs the lock."""
         try:
             if not self._test():
                 return False
@@ -225,7 +225,7 @@ class SourcedWork(MpiWork):
 
 
 class Progress:
-    """A thread that polls the operations handed to `watch`; it runs from the first one on."""
+    """A thread that polls the operations passed to `watch`; it runs from the first one on."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

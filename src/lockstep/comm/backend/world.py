@@ -182,8 +182,8 @@ def _interface_addresses() -> list[str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an address
-                told = fcntl.ioctl(probe, _SIOCGIFADDR, name.encode().ljust(_IFREQ, b"\0"))
-                found.append(socket.inet_ntoa(told[_IFREQ_ADDRESS]))
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, name.encode().ljust(_IFREQ, b"\0"))
+                found.append(socket.inet_ntoa(answer[_IFREQ_ADDRESS]))
     return found
 
 
@@ -205,7 +205,7 @@ def first_reachable(addresses: Sequence[str], port: int) -> str:
 def _on_one_node(comm: MPI.Intracomm) -> bool:
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     try:
-        # Nodes may differ in size, so all ranks must hear the same verdict.
+        # Nodes may differ in size, so all ranks must get the same answer.
         return bool(comm.allreduce(node.size == comm.size, op=MPI.LAND))
     finally:
         node.Free()

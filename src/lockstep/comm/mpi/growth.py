@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,6 +21,7 @@ _MERGE_S = 30.0
 _START_S = 30.0
 
 Comm = MPI.Intracomm
+_Comm = TypeVar("_Comm", bound=MPI.Comm)
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Growth:
 
 
 class Joiner:
-    """A process that rank 0 has started and that waits to be taken in.
+    """A process that rank 0 has started and that waits to join.
 
     `MPI_Comm_spawn` returns when the new process has called `MPI_Init`, so a thread calls it.
 
@@ -48,7 +50,7 @@ class Joiner:
         argv: program and arguments to run.
 
     Attributes:
-        is_ready: whether it can be taken in now.
+        is_ready: whether it can join now.
         has_failed: whether it could not be started.
     """
 
@@ -60,8 +62,7 @@ class Joiner:
 
     def _start(self, argv: Sequence[str]) -> None:
         try:
-            between = MPI.COMM_SELF.Spawn(argv[0], list(argv[1:]), maxprocs=1)
-            between.Set_errhandler(MPI.ERRORS_RETURN)
+            between = _raising(MPI.COMM_SELF.Spawn(argv[0], list(argv[1:]), maxprocs=1))
             _receive(between)
         except MPI.Exception:
             self.has_failed = True
@@ -73,19 +74,17 @@ class Joiner:
         """Tell it to join, and make a group of this process and the new one, in this order.
 
         Args:
-            num_taken: number of joining ranks that the group has taken in before.
+            num_taken: number of ranks that have joined the group before.
 
         Raises:
             mpi4py.MPI.Exception: it has died.
         """
         assert self._between is not None
         _send(self._between, num_taken)
-        pair = self._between.Merge(high=False)
-        pair.Set_errhandler(MPI.ERRORS_RETURN)
-        return pair
+        return _raising(self._between.Merge(high=False))
 
     def dismiss(self) -> None:
-        """Tell it that it will not be taken in."""
+        """Tell the process that it will not join, so that it ends."""
         self._thread.join(_START_S)
         if self._between is not None:
             with contextlib.suppress(MPI.Exception):
@@ -97,8 +96,8 @@ def take_in(comm: Comm, joiner: Joiner | None, num_taken: int) -> Comm | None:
 
     Args:
         comm: communicator of the ranks there are.
-        joiner: process to take in, on rank 0; None on the other ranks.
-        num_taken: number of joining ranks that the group has taken in before.
+        joiner: process that joins, on rank 0; None on the other ranks.
+        num_taken: number of ranks that have joined the group before.
 
     Returns:
         None on all ranks if it has failed on one of them; `comm` may then be revoked.
@@ -106,12 +105,11 @@ def take_in(comm: Comm, joiner: Joiner | None, num_taken: int) -> Comm | None:
     pair = between = merged = None
     try:
         pair = joiner.invite(num_taken) if joiner else None
-        between = comm.Create_intercomm(0, pair or MPI.COMM_SELF, 1 if joiner else 0, _TAG)
-        between.Set_errhandler(MPI.ERRORS_RETURN)
-        merged = between.Merge(high=False)
-        merged.Set_errhandler(MPI.ERRORS_RETURN)
+        leader = 1 if joiner else 0
+        between = _raising(comm.Create_intercomm(0, pair or MPI.COMM_SELF, leader, _TAG))
+        merged = _raising(between.Merge(high=False))
     except MPI.Exception:
-        for other in (comm, pair, between):  # somebody may wait in one of them
+        for other in (comm, pair, between):  # another rank may wait in one of them
             if other is not None:
                 other.Revoke()
     if agreed(comm, merged is not None):
@@ -132,14 +130,13 @@ def agreed(comm: Comm, is_well: bool = True) -> bool:
 def join() -> tuple[Comm, int]:
     """A joining rank's side of `take_in`; returns when it is invited.
 
-    The process kills itself, and so counts as a lost rank, when it can no longer be taken in.
+    The process kills itself, and so counts as a lost rank, when it can no longer join.
 
     Returns:
-        The group, and how many joining ranks were taken in, this one counted.
+        The group, and how many ranks have joined it, this one included.
     """
     note_loss()  # in another world than this process's own
-    parent = MPI.Comm.Get_parent()
-    parent.Set_errhandler(MPI.ERRORS_RETURN)
+    parent = _raising(MPI.Comm.Get_parent())
     try:
         _send(parent, 0)
         num_taken = _receive(parent)
@@ -148,16 +145,19 @@ def join() -> tuple[Comm, int]:
         late = threading.Timer(_MERGE_S, _vanish)
         late.daemon = True
         late.start()
-        pair = parent.Merge(high=True)
-        pair.Set_errhandler(MPI.ERRORS_RETURN)
-        between = MPI.COMM_SELF.Create_intercomm(0, pair, 0, _TAG)
-        between.Set_errhandler(MPI.ERRORS_RETURN)
-        merged = between.Merge(high=True)
-        merged.Set_errhandler(MPI.ERRORS_RETURN)
+        pair = _raising(parent.Merge(high=True))
+        between = _raising(MPI.COMM_SELF.Create_intercomm(0, pair, 0, _TAG))
+        merged = _raising(between.Merge(high=True))
         late.cancel()
     except MPI.Exception:
         _vanish()
     return merged, num_taken + 1
+
+
+def _raising(comm: _Comm) -> _Comm:
+    """A communicator whose errors are raised as exceptions: by default, MPI ends all ranks."""
+    comm.Set_errhandler(MPI.ERRORS_RETURN)
+    return comm
 
 
 def _send(between: MPI.Intercomm, value: int) -> None:
@@ -190,8 +190,6 @@ def whole(comm: MPI.Intracomm) -> MPI.Intracomm:
     Agreement is the same on all survivors. Open MPI 5 crashes where a revocation finds a
     communicator that is not complete.
     """
-    comm.Set_errhandler(MPI.ERRORS_RETURN)
-    while not agreed(comm):
+    while not agreed(_raising(comm)):
         comm = shrunk_to_living(comm)
-        comm.Set_errhandler(MPI.ERRORS_RETURN)
     return comm

@@ -1,4 +1,6 @@
-"""The MPI library, initialised; where ranks may be lost, it must be imported from here.
+"""The MPI library, initialised, and tensors as it takes them.
+
+Where ranks may be lost, MPI must be imported from here.
 
 With a rank lost, Open MPI's `MPI_Finalize` may wait for it for good (measured with 5.0.11), and
 mpi4py calls it at exit. So whether to call it is decided here.
@@ -7,17 +9,20 @@ mpi4py calls it at exit. So whether to call it is decided here.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+from collections.abc import Callable, Sequence
 
 import mpi4py
+from torch import Tensor
 
-from lockstep.comm.mpi.collectives import without_hierarchy
+from lockstep.comm.mpi import without_hierarchy
 
 os.environ |= without_hierarchy(os.environ)
 mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402
 
-__all__ = ["MPI", "has_fault_tolerance", "note_loss"]
+__all__ = ["DATATYPES", "MPI", "exchange", "has_fault_tolerance", "memory_of", "note_loss"]
 
 _is_damaged = False
 
@@ -39,7 +44,7 @@ def has_fault_tolerance() -> bool:
 def note_loss() -> None:
     """Remember that a communicator is damaged: `MPI_Finalize` is then never called.
 
-    A rank that was told to give up by another one may not know of any death itself.
+    A rank whose communicator was revoked by another one may not know of any death itself.
     """
     global _is_damaged
     _is_damaged = True
@@ -53,3 +58,74 @@ def _finalize() -> None:
 
 
 atexit.register(_finalize)
+
+
+# Data is moved, never summed, by MPI: so any datatype of the same size serves, also for bfloat16,
+# which MPI does not have.
+DATATYPES = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T}
+"""By bytes of an element."""
+
+
+def memory_of(tensor: Tensor) -> MPI.buffer:
+    """The memory of a tensor for MPI, whose owner it leaves as it was.
+
+    A tensor that was given to numpy can no longer give back its memory (`FlatTensors.close`).
+    """
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.itemsize)
+
+
+_TAG = 1
+"""Of these messages: those of `Transport.send` have another."""
+
+
+def exchange(
+    comm: MPI.Intracomm,
+    is_damaged: Callable[[], bool],
+    send: Tensor,
+    send_counts: Sequence[int],
+    send_offsets: Sequence[int],
+    recv: Tensor,
+    recv_counts: Sequence[int],
+    recv_offsets: Sequence[int],
+) -> None:
+    """Send a part of a tensor to each other rank, and receive one: see `Transport.all_to_all`.
+
+    All ranks of the group call this, with counts of 0 where there is nothing to be said. It
+    is no barrier: a rank waits for those only that it sends to or receives from.
+
+    Open MPI's collectives receive before they send. Over TCP a receiver asks for the body of a
+    large message on the connection that its own messages leave by; if one of these goes first, the
+    request waits behind all of it, and two ranks take turns. Measured with 5.0.11, 2.25 MB each way
+    through 100 Mbit/s: 0.4 s in half of the calls; always 0.2 s if they send first.
+
+    Raises:
+        mpi4py.MPI.Exception: a rank was lost. Nothing is written into `recv` afterwards.
+    """
+    kind, size = DATATYPES[send.itemsize], send.itemsize
+    outgoing, incoming = memory_of(send), memory_of(recv)
+    others = [(comm.rank + n) % comm.size for n in range(1, comm.size)]
+    requests: list[MPI.Request] = []
+    try:
+        for rank in others:
+            if count := send_counts[rank]:
+                part = outgoing[send_offsets[rank] * size :][: count * size]
+                requests.append(comm.Isend([part, kind], rank, _TAG))
+        for rank in reversed(others):
+            if count := recv_counts[rank]:
+                part = incoming[recv_offsets[rank] * size :][: count * size]
+                requests.append(comm.Irecv([part, kind], rank, _TAG))
+        for request in requests:
+            request.Wait()
+    except MPI.Exception:
+        if is_damaged():
+            _end(comm, requests)
+        raise
+
+
+def _end(comm: MPI.Intracomm, requests: Sequence[MPI.Request]) -> None:
+    """Make pending messages fail, here and on all other ranks, and wait until they have."""
+    with contextlib.suppress(MPI.Exception):
+        comm.Revoke()
+    for request in requests:
+        with contextlib.suppress(MPI.Exception):
+            request.Wait()

@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from lockstep.comm.calls import CallGroup
+from lockstep.comm.mailbox import HostTransport
 from lockstep.comm.mpi.growth import (
     Growth,
     Joiner,
@@ -22,9 +23,7 @@ from lockstep.comm.mpi.growth import (
     take_in,
     whole,
 )
-from lockstep.comm.mpi.library import MPI, has_fault_tolerance
-from lockstep.comm.mpi.messages import DATATYPES, exchange, memory_of
-from lockstep.comm.shared_memory import CAPACITY, Mailbox, open_mailbox
+from lockstep.comm.mpi.library import DATATYPES, MPI, exchange, has_fault_tolerance, memory_of
 from lockstep.comm.transport import (
     GroupBroken,
     LocalTransport,
@@ -37,13 +36,13 @@ from lockstep.comm.transport import (
 from lockstep.errors import RankFailure
 
 _TAG = 0
-"""Of messages from one rank to another; `pairs` has its own."""
+"""Of messages from one rank to another; `exchange` has its own."""
 
 _SMALL_BYTES = 65_536
 """Of a rank, in an all-gather that is left to MPI: so much is sent without being asked for."""
 
 
-class MpiTransport(Transport):
+class MpiTransport(HostTransport):
     """A duplicate of `MPI.COMM_WORLD`; tensors lie in host memory.
 
     Args:
@@ -54,7 +53,7 @@ class MpiTransport(Transport):
 
     Raises:
         RankFailure: a process has died before all had met.
-        GroupBroken: from any method, when a process of the group has died and MPI can tell.
+        GroupBroken: from any method, when MPI reports that a process of the group has died.
         mpi4py.MPI.Exception: another error of MPI.
     """
 
@@ -78,7 +77,7 @@ class MpiTransport(Transport):
         # Errors must come back as exceptions: by default, MPI ends all ranks.
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.comm = comm
-        self._mailbox: Mailbox | str | None = None
+        self._mailbox = None  # a mailbox is that of one group
         self._has_agreed = False
         self.rank = comm.rank
         self.size = comm.size
@@ -105,8 +104,7 @@ class MpiTransport(Transport):
     @collective
     def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> None:
         """See `Transport.all_gather`."""
-        if out.nbytes <= CAPACITY and isinstance(self._mailbox, Mailbox):
-            self._mailbox.all_gather(own, out, counts, self.traffic)
+        if self._gathers(own, out, counts):
             return
         starts = offsets(counts)
         mine = out[starts[self.rank] :][: counts[self.rank]]
@@ -127,7 +125,7 @@ class MpiTransport(Transport):
         self.traffic.add(num_own * (self.size - 1) * size, (out.numel() - num_own) * size)
         # Not Allgatherv: once Open MPI 5 knows of a loss, it moves nothing and says all is well.
         sent = [num_own] * self.size
-        exchange(self, mine, sent, [0] * self.size, out, counts, starts)
+        exchange(self.comm, self.is_damaged, mine, sent, [0] * self.size, out, counts, starts)
 
     @collective
     def all_to_all(
@@ -144,7 +142,9 @@ class MpiTransport(Transport):
         recv[here : here + own] = send[there : there + own]
         num_sent = sum(send_counts) - own
         self.traffic.add(num_sent * send.itemsize, (recv.numel() - own) * recv.itemsize)
-        exchange(self, send, send_counts, send_offsets, recv, recv_counts, starts)
+        exchange(
+            self.comm, self.is_damaged, send, send_counts, send_offsets, recv, recv_counts, starts
+        )
 
     @collective
     def broadcast(self, tensor: Tensor, root: int) -> None:
@@ -240,16 +240,16 @@ class MpiTransport(Transport):
         self._count_anew()
 
     def _grow(self, comm: MPI.Intracomm, growth: Growth) -> MPI.Intracomm:
-        """Take in the joining rank, if there is one, and have the next one started."""
+        """Let the joining rank join, if there is one, and start the next one."""
         is_ready = np.array([self.has_joiner])  # rank 0 alone has one
         # A broadcast may succeed on some ranks and fail on others; all must take the same way on.
-        is_told = True
+        is_broadcast = True
         try:
             comm.Bcast(is_ready)
         except MPI.Exception:
             comm.Revoke()
-            is_told = False
-        if not agreed(comm, is_told):
+            is_broadcast = False
+        if not agreed(comm, is_broadcast):
             return self._grow(whole(shrunk_to_living(comm)), growth)
         if is_ready[0]:
             merged = take_in(comm, self._joiner, self._num_taken)
@@ -258,7 +258,7 @@ class MpiTransport(Transport):
             comm = whole(shrunk_to_living(comm) if merged is None else merged)
         if self._joiner is not None and self._joiner.has_failed:
             self._joiner = None
-        # A new rank 0 has started none itself; it knows only how many were taken in.
+        # A new rank 0 has started none itself; it knows only how many have joined.
         started = max(self._num_started, self._num_taken)
         is_wanted = comm.size < growth.size and started < growth.most and self._joiner is None
         if comm.rank == 0 and is_wanted:
@@ -281,19 +281,9 @@ class MpiTransport(Transport):
         """See `Transport.stop_growing`."""
         self._growth = None
 
-    def share_memory(self) -> None:
-        """See `Transport.share_memory`."""
-        if self._mailbox is None:
-            self._mailbox = open_mailbox(self, self._look)
-
-    @property
-    def why_messages(self) -> str | None:
-        """See `Transport.why_messages`."""
-        return "" if isinstance(self._mailbox, Mailbox) else self._mailbox
-
     def _look(self) -> None:
-        """Raise an exception where others do not come any more."""
-        self.comm.Iprobe()  # or MPI would not hear of it
+        """Raise an exception if the ranks waited for will not come."""
+        self.comm.Iprobe()  # drives MPI, which notices a loss only while it is called
         if self.is_damaged():
             raise GroupBroken("a rank has died, or has given the group up")
 
@@ -319,9 +309,8 @@ class Subgroup(MpiTransport):
 
     def __init__(self, whole: MpiTransport, comm: MPI.Intracomm, calls: CallGroup) -> None:
         """Use a communicator that was made for it, and the group that its calls are counted in."""
-        Transport.__init__(self)
-        self.observer, self.traffic = whole.observer, whole.traffic
-        self.call_ring, self.call_group = whole.call_ring, calls
+        HostTransport.__init__(self)
+        self._join_records(whole, calls)
         self.can_regroup = whole.can_regroup
         self._growth = None
         self._joiner = None
@@ -341,7 +330,7 @@ class BorrowedComm(MpiTransport):
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         """Copy the communicator; all its ranks call this."""
-        Transport.__init__(self)
+        HostTransport.__init__(self)
         self._growth = None
         self._joiner = None
         self._subgroups = []

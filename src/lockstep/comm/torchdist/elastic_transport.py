@@ -27,7 +27,7 @@ from lockstep.comm.torchdist.waiting import (
 from lockstep.comm.transport import LocalTransport, Transport, collective
 
 Wait = Callable[[Any, Finish, Connections], None]
-"""Waits for a transfer over some connections by a function that gives up what is in vain."""
+"""Waits for a transfer over some connections, by a function that notices when it cannot end."""
 
 
 class ElasticSubgroup(Subgroup):
@@ -66,7 +66,7 @@ class ElasticSubgroup(Subgroup):
         cut(self.name, self.group, self._connections)
 
     def close(self) -> None:
-        """Let the process group go, and wake whoever waits in it."""
+        """Release the process group, and wake threads that wait in it."""
         self._connections.shut_down()
         super().close()
 
@@ -83,11 +83,11 @@ class ElasticSubgroup(Subgroup):
 
 
 def cut(backend: str, group: Any, connections: Connections) -> None:
-    """Have the transfers of a group fail, from any thread.
+    """Make the transfers of a group fail, from any thread.
 
     Args:
         backend: name of torch's backend.
-        group: process group; None if it was let go.
+        group: process group; None if it was released.
         connections: connections of the group.
     """
     if backend == "nccl" and group is not None:
@@ -105,11 +105,11 @@ _HOST = "127.0.0.1"
 
 
 class ElasticTransport(GroupTransport):
-    """A process group that is built anew, in the same processes, whenever a rank is lost.
+    """A process group that is rebuilt, in the same processes, whenever a rank is lost.
 
-    The launcher's supervisor sees a death and tells the survivors. A thread in each of them then
-    wakes whoever is blocked in a collective: over gloo, by shutting down the group's connections,
-    since its `abort` does not wake a receive from a peer that lives; over NCCL, by `abort`.
+    The launcher's supervisor sees a death and notifies the survivors. A thread in each of them then
+    wakes blocked collectives: over gloo, by shutting down the group's connections, since its
+    `abort` does not wake a receive from a peer that lives; over NCCL, by `abort`.
     The NCCL half of this has never run on more than one GPU.
 
     Args:
@@ -203,7 +203,7 @@ class ElasticTransport(GroupTransport):
         """Nothing to do: see `withdraw`."""
 
     def _look(self) -> None:
-        """Raise an exception where others do not come any more."""
+        """Raise an exception if the ranks waited for will not come."""
         if self._supervision.is_lost():
             raise GenerationLost("a rank died")
 
@@ -254,7 +254,7 @@ class ElasticTransport(GroupTransport):
             GenerationLost: a rank was lost.
         """
         former = self._release()
-        # Counted anew, for those who join have made none of the earlier ones.
+        # Counted from 0 again: joining ranks have made none of the earlier ones.
         self._generation, self._num_subgroups = generation, 0
         self._mailbox = None
         # A prefix for each generation: the keys of one that was given up stay in the store.
@@ -285,7 +285,7 @@ class ElasticTransport(GroupTransport):
             prefix: beginning of the keys that these ranks use in the store.
             rank: rank of this process in the group.
             size: number of ranks of the group.
-            connections: gets to know the connections of the group.
+            connections: records the connections of the group.
             former: groups to be destroyed when this one is built; emptied.
 
         Raises:
@@ -332,7 +332,7 @@ class ElasticTransport(GroupTransport):
         return group
 
     def _cut(self) -> None:
-        """Have collectives of the present group fail, from another thread."""
+        """Make collectives of the present group fail, from another thread."""
         cut(self.name, self.group, self._connections)
         for part in list(self._subgroups):
             part.give_up()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,12 +12,12 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep.comm.calls import CallGroup
-from lockstep.comm.shared_memory import CAPACITY, Mailbox, open_mailbox
-from lockstep.comm.torchdist.store import meet_at
+from lockstep.comm.mailbox import HostTransport
+from lockstep.comm.torchdist.store import check_interfaces, meet_at
 from lockstep.comm.transport import Sending, Transport, collective, count_broadcast, offsets
 
 
-class GroupTransport(Transport):
+class GroupTransport(HostTransport):
     """Moves tensors with a `torch.distributed.ProcessGroup`, or a backend of one.
 
     Attributes:
@@ -28,25 +27,23 @@ class GroupTransport(Transport):
 
     failures = (RuntimeError,)
     group: Any
-    _timeout_s = math.inf
 
     def __init__(self, backend: str, device: torch.device | None) -> None:
         super().__init__()
         self.name = backend
         self.device = device or torch.device("cpu")
-        self._mailbox: Mailbox | str | None = None
 
     @collective
     def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> None:
         """See `Transport.all_gather`."""
-        if out.nbytes <= CAPACITY and isinstance(self._mailbox, Mailbox):
-            self._mailbox.all_gather(own, out, counts, self.traffic)
+        if self._gathers(own, out, counts):
             return
         longest, num_own, size = max(counts), own.numel(), out.itemsize
         self.traffic.add(num_own * (self.size - 1) * size, (out.numel() - num_own) * size)
         if min(counts) == longest:
             self._finish(self.group._allgather_base(out, own))
             return
+        # Process groups gather parts of equal size only.
         padded = out.new_zeros(longest)
         padded[: own.numel()] = own
         everyone = out.new_empty(self.size * longest)
@@ -104,16 +101,8 @@ class GroupTransport(Transport):
 
     def share_memory(self) -> None:
         """See `Transport.share_memory`."""
-        if self._mailbox is None and self.device.type == "cpu":
-            self._mailbox = open_mailbox(self, self._look, self._timeout_s)
-
-    @property
-    def why_messages(self) -> str | None:
-        """See `Transport.why_messages`."""
-        return "" if isinstance(self._mailbox, Mailbox) else self._mailbox
-
-    def _look(self) -> None:
-        """Raise an exception where others do not come any more, if this transport can tell."""
+        if self.device.type == "cpu":
+            super().share_memory()
 
     def _finish(self, work: Any) -> None:
         work.wait()
@@ -138,8 +127,7 @@ class Subgroup(GroupTransport):
             calls: the same group, as calls are counted in it.
         """
         super().__init__(whole.name, whole.device)
-        self.observer, self.traffic = whole.observer, whole.traffic
-        self.call_ring, self.call_group = whole.call_ring, calls
+        self._join_records(whole, calls)
         self.group, self.rank, self.size = group, rank, size
         self._timeout_s = whole._timeout_s
 
@@ -149,14 +137,14 @@ class Subgroup(GroupTransport):
         self.gather_host(torch.zeros(1), [1] * self.size)
 
     def give_up(self) -> None:
-        """Nothing to do: nobody can be woken in a group that cannot go on without a rank."""
+        """Nothing to do: such a group cannot go on without a rank, so no rank needs to be woken."""
 
     def is_damaged(self) -> bool:
         """Always: whether a rank is lost, the ranks of all the group find out."""
         return True
 
     def close(self) -> None:
-        """Let the process group go."""
+        """Release the process group."""
         self.group = None
 
 
@@ -190,6 +178,8 @@ class ProcessGroupTransport(GroupTransport):
         self.size = size
         timeout = timedelta(seconds=timeout_s)
         first = timeout if start_timeout_s is None else timedelta(seconds=start_timeout_s)
+        if backend == "gloo":
+            check_interfaces()
         store = meet_at(host, port, rank, size, first)
         store.set_timeout(timeout)
         # A script may train twice: the second group must not meet the keys of the first.
@@ -221,7 +211,7 @@ class ProcessGroupTransport(GroupTransport):
         return Subgroup(self, made[number], ranks.index(self.rank), len(ranks), calls)
 
     def is_damaged(self) -> bool:
-        """Always: these backends do not tell a lost rank from other errors."""
+        """Always: these backends do not distinguish a lost rank from other errors."""
         return True
 
     def close(self) -> None:

@@ -70,6 +70,24 @@ def host_store(port: int, timeout: timedelta) -> TCPStore:
     return _hosted[port]
 
 
+def check_interfaces() -> None:
+    """Refuse a network interface for gloo that this host does not have.
+
+    Raises:
+        EnvironError: GLOO_SOCKET_IFNAME names one.
+    """
+    there = [name for _, name in socket.if_nameindex()]
+    value = os.environ.get(_GLOO_INTERFACE, "")
+    for name in filter(None, value.split(",")):
+        if name not in there:
+            raise alone(
+                EnvironError(
+                    f"{_GLOO_INTERFACE}={value}: {socket.gethostname()} has no network interface "
+                    f"{name} (there are: {', '.join(there)}); set it to one of these, or unset it"
+                )
+            )
+
+
 def meet_at(host: str, port: int, rank: int, size: int, timeout: timedelta) -> Any:
     """The store of a group of ranks; rank 0 hosts it, unless torchrun does.
 

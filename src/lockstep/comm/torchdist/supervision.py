@@ -22,7 +22,7 @@ Saying = Literal["meet", "leave", "abort", "built", "agree"]
 
 @dataclass(frozen=True)
 class FromRank:
-    """What a rank says.
+    """A message of a rank to the supervisor.
 
     Attributes:
         say: `meet`: it wants a group, the first one or one without those that are lost; `built`: it
@@ -50,16 +50,16 @@ class FromRank:
 
 @dataclass(frozen=True)
 class ToRank:
-    """What the supervisor tells a rank; fields that are None are not told.
+    """A message of the supervisor to a rank; fields that are None are not sent.
 
     Attributes:
         generation: number of a new group, from 1.
         members: with `generation`, the slots of its members in the order of their ranks.
-        joining rank: whether a new process waits to be taken in.
+        joiner: whether a new process waits to join.
         built: number of the group that all its members have built.
         agree: number of the group whose members have all arrived.
         lost: number of the group that has lost a member or was given up.
-        left: the rank's leave was noted; it is told nothing more.
+        left: the rank's leave was noted; no message follows.
     """
 
     generation: int | None = None
@@ -157,7 +157,7 @@ class Supervision:
         """
         wanted = self._num_agreed + 1
         self._say("agree")
-        # What was agreed before a loss holds: the supervisor tells everyone in the same order.
+        # What was agreed before a loss holds: all ranks get the messages in the same order.
         if not self.wait(lambda: self._num_agreed == wanted):
             raise GenerationLost("a rank died")
 

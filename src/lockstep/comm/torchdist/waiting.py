@@ -1,9 +1,9 @@
 """Waiting for transfers of gloo that may never end, and the connections below them.
 
-Gloo tells nobody about a transfer of which a part has gone or come when its connection closes
-(`Pair::signalException` of gloo/transport/tcp/pair.cc passes over both): who waits for it waits
-until the timeout, and so does the destructor of its group. So waits are short here, and between
-them there is a look at whether the wait is in vain.
+Gloo does not end a transfer that is partly done when its connection closes
+(`Pair::signalException` of gloo/transport/tcp/pair.cc skips those): `wait` then lasts until the
+timeout, and so does the destructor of the group. So waits are short here, and between them this
+module checks whether the transfer can still end.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Connections:
 
 
 def _inode(fd: int) -> int | None:
-    """What tells the socket of a descriptor from all others; None if it is closed or no socket."""
+    """The inode of a descriptor's socket; None if it is closed or no socket."""
     try:
         status = os.fstat(fd)
     except OSError:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from lockstep.data.random import GENERATORS, generator_state
+from lockstep.engine.digests import memory_of
 
 MOST_BYTES = 1 << 20
 
@@ -98,7 +99,8 @@ def _tensor(value: Tensor, most_bytes: int) -> str:
         indices = torch.arange(0, value.numel(), stride, device=value.device)
         sample = value[torch.unravel_index(indices, value.shape)]
     data = sample.cpu().resolve_conj().resolve_neg().contiguous()
-    digest = short(data.view(torch.uint8).numpy().tobytes())
+    # Not by way of numpy, after which a tensor cannot give back its memory (`FlatTensors.close`).
+    digest = short(bytes(memory_of(data)))
     return f"{value.dtype} {tuple(value.shape)} {digest}"
 
 

@@ -23,7 +23,7 @@ from lockstep.config import TrainConfig
 from lockstep.data.random import Stream, random_key
 from lockstep.engine.carry.carries import Carries, Carry, Held, num_words, pack, unpack
 from lockstep.engine.flat_tensors import FlatTensors
-from lockstep.engine.placement import Places
+from lockstep.engine.placement import Placement
 from lockstep.engine.runtime import Runtime
 from lockstep.parallel.compression.sums import error_segments
 from lockstep.parallel.fold import Segment
@@ -45,7 +45,7 @@ class DistributedCarries(Carries):
         self,
         runtime: Runtime,
         config: TrainConfig,
-        places: Places,
+        placement: Placement,
         num_of_each: int = 1,
         num_shared: int = 0,
     ) -> None:
@@ -58,13 +58,13 @@ class DistributedCarries(Carries):
         )
         self._runtime = runtime
         self._config = config
-        self._places = places
+        self._placement = placement
 
     @property
     def are_copied(self) -> bool:
         """Whether each rank keeps those of the rank before it too."""
-        can_regroup = self._runtime.transport.can_regroup and self._places.world.size > 1
-        return self._config.carry.buddy and can_regroup and not self._places.is_split
+        can_regroup = self._runtime.transport.can_regroup and self._placement.world.size > 1
+        return self._config.carry.buddy and can_regroup and not self._placement.is_split
 
     @property
     def copy_length(self) -> int:
@@ -87,7 +87,7 @@ class DistributedCarries(Carries):
         """
         if not self.are_copied:
             return
-        world = self._places.world
+        world = self._placement.world
         rank, size = world.rank, world.size
         self._runtime.at("copy", step)
         sent, counts = [0] * size, [0] * size
@@ -127,7 +127,7 @@ class DistributedCarries(Carries):
         Raises:
             GroupBroken: on all ranks, which hold what they held.
         """
-        world, num = self._places.world, self._config.num_microbatches
+        world, num = self._placement.world, self._config.num_microbatches
         owners = [world.rank, world.rank - 1] if self.are_copied else [world.rank]
         own = {
             first + number
@@ -156,13 +156,13 @@ class DistributedCarries(Carries):
     def digest(self) -> str:
         """SHA-256 of the carries of all microbatches; a collective."""
         known: dict[str, str] = {}
-        for theirs in self._places.world.gather_json(self.digests()):
+        for theirs in self._placement.world.gather_json(self.digests()):
             known |= theirs
         return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
     def on_first(self) -> dict[int, Carry | None]:
         """All carries on rank 0, for a checkpoint; nothing elsewhere; a collective."""
-        world = self._places.world
+        world = self._placement.world
         own = range(self.num_carries) if world.rank == 0 else ()
         return moved(world, self.held, own, self._runtime.device)[0]
 
@@ -220,7 +220,7 @@ class CompressedCarries(DistributedCarries):
         self,
         runtime: Runtime,
         config: TrainConfig,
-        places: Places,
+        placement: Placement,
         flat: FlatTensors,
         first_agreed: Sequence[Tensor],
         has_task: bool,
@@ -230,21 +230,21 @@ class CompressedCarries(DistributedCarries):
         Args:
             runtime: the group of ranks.
             config: config of the run.
-            places: place of each rank on the mesh.
+            placement: where each rank is on the mesh.
             flat: trainable parameters in flat memory.
             first_agreed: `agreed` of the first step; nothing if ranks need not agree.
             has_task: whether the task has a carry.
         """
         self._name, feeds_back = config.compression.name, config.compression.error_feedback
         super().__init__(
-            runtime, config, places, int(has_task) + int(feeds_back), int(bool(first_agreed))
+            runtime, config, placement, int(has_task) + int(feeds_back), int(bool(first_agreed))
         )
         self._first = config.num_microbatches * int(has_task)
         self._copies_errors = config.compression.buddy or not feeds_back
         self._initial = list(first_agreed)
         errors: list[Segment] = []
         if feeds_back:
-            errors = error_segments(self._name, flat.segments, flat.places)
+            errors = error_segments(self._name, flat.segments, flat.specs)
         self._errors = {f"{_ERROR}_{n}": (s.dtype, [s.numel]) for n, s in enumerate(errors)}
         self._agreed = {
             f"{_AGREED}_{n}": (there.dtype, [*there.shape]) for n, there in enumerate(first_agreed)
@@ -259,7 +259,7 @@ class CompressedCarries(DistributedCarries):
     @property
     def key(self) -> int:
         """Random key of the present step."""
-        return random_key(self._config.seed, Stream.COMPRESSION, self._places.step)
+        return random_key(self._config.seed, Stream.COMPRESSION, self._placement.step)
 
     @property
     def agreed(self) -> Sequence[Tensor]:
@@ -313,7 +313,7 @@ def _structure(names: Mapping[str, object]) -> dict[str, Any]:
 def distributed_carries(
     runtime: Runtime,
     config: TrainConfig,
-    places: Places,
+    placement: Placement,
     flat: FlatTensors,
     first_agreed: Sequence[Tensor],
     has_task: bool,
@@ -323,6 +323,6 @@ def distributed_carries(
     The arguments are those of `CompressedCarries`.
     """
     if config.compression.name == "none":
-        return DistributedCarries(runtime, config, places) if has_task else None, None
-    compressed = CompressedCarries(runtime, config, places, flat, first_agreed, has_task)
+        return DistributedCarries(runtime, config, placement) if has_task else None, None
+    compressed = CompressedCarries(runtime, config, placement, flat, first_agreed, has_task)
     return compressed if compressed.num_carries else None, compressed

@@ -135,8 +135,8 @@ class Checkpointer:
             state = whole_state(parts.train_step)
         with parts.train_step.parameters.whole():
             whole: WholeTensors | None = None
-            if parts.places.is_split:
-                whole = whole_tensors(parts.places, parts.model, parts.train_step.flat, state)
+            if parts.placement.is_split:
+                whole = whole_tensors(parts.placement, parts.model, parts.train_step.flat, state)
             if is_first:
                 meta = self._meta(progress)
                 make = capture(parts.train_step, parts.model, progress, meta, state, whole, carries)
@@ -205,7 +205,7 @@ class Checkpointer:
             train_step = parts.train_step
             check_streams(self._transport, parts.loader.landmarks(), progress.step)
             check_replicas(
-                parts.places,
+                parts.placement,
                 parts.model,
                 train_step.state.unsaved,
                 train_step.task_state,
@@ -223,7 +223,7 @@ class Checkpointer:
         """
         if self._transport.size == 1:
             return
-        is_whole = not self._parts.places.is_split
+        is_whole = not self._parts.placement.is_split
         paths = self._parts.pass_state.compare(self._transport, step, is_whole)
         if paths:
             self._runtime.emit(
@@ -337,7 +337,7 @@ class Checkpointer:
         if snapshot is not None:
             there = from_named(snapshot.carry, snapshot.meta["carry"], self._runtime.device)
         carries.take(there)
-        carries.deal_out(self._parts.places.mesh.microbatches)
+        carries.deal_out(self._parts.placement.mesh.microbatches)
 
     def _mark_best(self, step: int) -> None:
         """Have the hint name the best checkpoint, if any: who wrote it may have died just then."""

@@ -50,7 +50,7 @@ class KeptDirectory:
         self._run_dir = run_dir
         self._is_started = False
         above = [run_dir, *run_dir.parents]
-        self._new_folders = [path for path in above if not path.exists()]
+        self._new_folders = [path for path in above if not os.path.exists(path)]
         self._paths = set(_all(run_dir))
         self._contents: dict[Path, bytes] = {}
         self._sizes: dict[Path, int] = {}
@@ -69,12 +69,14 @@ class KeptDirectory:
 
     def has_started(self) -> bool:
         """Whether a run was started here since, by whichever process."""
-        checkpoints = (self._run_dir / "checkpoints").glob("*step_*")
-        # On a full disk there may be checkpoints, and no row that says so.
-        if self._is_started or any(path not in self._paths for path in checkpoints):
+        if self._is_started:
             return True
+        checkpoints = (self._run_dir / "checkpoints").glob("*step_*")
         events = self._run_dir / _EVENTS
         try:
+            # On a full disk there may be checkpoints, and no row that says so.
+            if any(path not in self._paths for path in checkpoints):
+                return True
             with os.fdopen(open_regular(events), "rb") as file:
                 file.seek(self._sizes.get(events, 0))
                 return any(_STARTED in line for line in file)
@@ -83,7 +85,7 @@ class KeptDirectory:
 
     def put_back(self) -> None:
         """Make everything as it was."""
-        if not self._run_dir.is_dir():
+        if not os.path.isdir(self._run_dir):
             return
         directory = RunDirectory(self._run_dir)
         try:
@@ -124,11 +126,12 @@ class KeptDirectory:
 
 
 def _all(run_dir: Path) -> list[Path]:
-    """Everything there that Lockstep may have written."""
+    """Everything there that Lockstep may have written; nothing where that cannot be read."""
     found: list[Path] = []
-    for entry in own_entries(run_dir):
-        if entry.is_symlink() or entry.exists():
-            found.append(entry)
-            if entry.is_dir() and not entry.is_symlink():
-                found += entry.rglob("*")
+    with suppress(OSError):
+        for entry in own_entries(run_dir):
+            if entry.is_symlink() or entry.exists():
+                found.append(entry)
+                if entry.is_dir() and not entry.is_symlink():
+                    found += entry.rglob("*")
     return found

@@ -59,8 +59,8 @@ def facts_of(
         "saved_at": time.time(),
         "layout": {
             "world_size": transport.size,
-            "pp": parts.places.mesh.pp,
-            "tp": parts.places.mesh.tp,
+            "pp": parts.placement.mesh.pp,
+            "tp": parts.placement.mesh.tp,
             "transport": transport.name,
         },
         "rounding": parts.rounding._asdict(),

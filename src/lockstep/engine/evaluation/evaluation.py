@@ -19,7 +19,7 @@ from lockstep.engine.evaluation.batches import Scores, evaluation_batches
 from lockstep.engine.evaluation.metrics import Leaf, StatefulMetrics, plain, tried
 from lockstep.engine.passes.buffers import KeptBuffers
 from lockstep.engine.passes.compute import Compute
-from lockstep.engine.placement import Places
+from lockstep.engine.placement import Placement
 from lockstep.engine.runtime import everywhere
 from lockstep.engine.tables.group import AllFetched, Tables
 from lockstep.engine.task import Task
@@ -62,7 +62,7 @@ class Evaluation:
         model: nn.Module,
         compute: Compute,
         beat: Callable[[], None] = lambda: None,
-        places: Places | None = None,
+        placement: Placement | None = None,
         tables: Tables | None = None,
     ) -> Scores:
         """Loss and metrics, each a sum over all samples divided by its weight, and others.
@@ -71,48 +71,48 @@ class Evaluation:
             transport: all ranks.
             model: model to evaluate.
             compute: computation of `Task.evaluate`.
-            beat: function that is called before each batch, as a sign of life.
-            places: place of each rank on the mesh, whose replicas share the batches; without it,
+            beat: function that is called before each batch, to show that this rank is alive.
+            placement: where each rank is on the mesh, whose replicas share the batches; without it,
                 each rank is a replica.
             tables: tables whose rows are distributed, if there are any.
         """
         data, number, num_replicas = transport, transport.rank, transport.size
-        if places is not None and places.is_split:
+        if placement is not None and placement.is_split:
             data, number, num_replicas = (
-                places.data,
-                places.replica_number,
-                len(places.mesh.replicas),
+                placement.data,
+                placement.replica_number,
+                len(placement.mesh.replicas),
             )
         mine: Iterable[tuple[int, Any]] = ()
         if number < num_replicas:
             mine = self._batches.of_rank(number, num_replicas)
 
         def compute_leaves() -> list[tuple[Sums, Leaf]]:
-            if places is None:
+            if placement is None:
                 return self._computed(mine, model, compute, beat)
-            places.refresh()
+            placement.refresh()
             if tables is not None:
                 return self._computed(mine, model, compute, beat, tables)
-            return self._computed(places.turns.of(mine, places.storage), model, compute, beat)
+            return self._computed(placement.turns.of(mine, placement.storage), model, compute, beat)
 
         together = compute_leaves
-        if places is not None:
-            together = functools.partial(places.together, compute_leaves)
+        if placement is not None:
+            together = functools.partial(placement.together, compute_leaves)
         model.eval()
         try:
-            if places is not None and places.are_coupled and not transport.can_regroup:
+            if placement is not None and placement.are_coupled and not transport.can_regroup:
                 leaves = together()  # others may wait for this rank, and only its end wakes them
             else:
                 leaves = everywhere(transport, together)
         finally:
             model.train()
-        if places is not None and not places.are_scored:
+        if placement is not None and not placement.are_scored:
             scored = _nothing
         else:
             scored = self._scored(data, num_replicas, leaves)
         scores = everywhere(transport, scored)
-        if places is not None and places.are_staged:
-            theirs = transport.gather_json([scores.metrics, scores.arrays])[places.scoring]
+        if placement is not None and placement.are_staged:
+            theirs = transport.gather_json([scores.metrics, scores.arrays])[placement.scoring]
             scores = Scores(*theirs)
         return scores
 

@@ -1,7 +1,7 @@
-"""What an optimizer steps on this rank, and steps of torch's own at less cost.
+"""What an optimizer steps on this rank, and steps of torch's own optimizers at less cost.
 
-That is for its compiler and its profiler, and for a small model takes several times as long as the
-arithmetic.
+torch wraps `step` for its compiler, its profiler and its hooks. For a small model these wrappers
+take several times as long as the arithmetic, so they are skipped where none of them is in use.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def check_savable(
 
 
 class Keepers:
-    """The optimizers that step, as keepers of state by name."""
+    """Which of the optimizers that step keeps which state, by name."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Keepers:
         optimizers: Mapping[str, optim.Optimizer],
         part_of_group: Sequence[optim.Optimizer],
     ) -> None:
-        """Take note of them.
+        """Keep references to them.
 
         Args:
             is_flat: whether all are element-wise, so that they step flat tensors.

@@ -7,7 +7,7 @@ slice of it that this rank owns, and give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn, optim
 
 from lockstep.data.random import global_state, seed_all
 from lockstep.engine.audit.hidden_state import hidden_state, module_globals
-from lockstep.engine.flat_tensors import FlatTensors, Slice, is_in, storages, within
+from lockstep.engine.flat_tensors import FlatTensors, Slice, storages
 from lockstep.engine.optimizer import bare_steps
 from lockstep.engine.optimizer.bare_steps import Keepers, Stepped
 from lockstep.engine.optimizer.choice import (
@@ -36,7 +36,7 @@ from lockstep.engine.optimizer.optimizer_state import (
     to_json,
 )
 from lockstep.errors import ConfigError, TaskError
-from lockstep.parallel.layout import Range
+from lockstep.parallel.layout import Range, is_in, within
 
 _NUMBERS = frozenset({bool, int, float})
 _DIGEST_BITS = (1 << 52) - 1
@@ -176,23 +176,22 @@ class FlatOptimizer:
         Args:
             lr_factors: what base learning rates are multiplied with in this step.
         """
-        # Numbers only: hashes of text differ from process to process.
-        options = [
-            value
-            for group, _ in self._base_lr
-            for key, value in group.items()
-            if key != "lr" and type(value) in _NUMBERS
-        ]
-        return hash((*lr_factors, *options)) & _DIGEST_BITS
+        return hash((*lr_factors, *(value for _, _, value in self._options()))) & _DIGEST_BITS
 
     def described_settings(self, lr_factors: Sequence[float]) -> dict[str, Any]:
         """What `settings` is made of, by words for people."""
         described: dict[str, Any] = {"factors of learning rates": list(lr_factors)}
+        for index, key, value in self._options():
+            described[f"{key!r} of the optimizer's group {index}"] = value
+        return described
+
+    def _options(self) -> Iterator[tuple[int, str, Any]]:
+        """Group, name and value of each option that is a number."""
+        # Numbers only: hashes of text differ from process to process.
         for index, (group, _) in enumerate(self._base_lr):
             for key, value in group.items():
                 if key != "lr" and type(value) in _NUMBERS:
-                    described[f"{key!r} of the optimizer's group {index}"] = value
-        return described
+                    yield index, key, value
 
     def _in_turn(self, phase: str) -> list[optim.Optimizer]:
         """Those that step: that of a phase, or all."""

@@ -185,7 +185,7 @@ class SharedState:
     def __init__(
         self, optimizer: optim.Optimizer, groups: list[dict[str, Any]], storages: Set[int]
     ) -> None:
-        """Take note of everything as it is before the first step.
+        """Record everything as it is before the first step.
 
         Args:
             optimizer: optimizer to look through.

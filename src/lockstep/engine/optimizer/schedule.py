@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from numbers import Real
-from types import MappingProxyType
 from typing import Any
 
 from lockstep.config import ScheduleConfig
 from lockstep.config.parsing import shown
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, TaskError
-
-_Shape = Callable[[ScheduleConfig, int, int], float]
 
 
 def lr_factor(
@@ -51,75 +48,52 @@ def lr_factor(
         return (step + 1) / warmup
     if schedule.name == "plateau":
         return max(schedule.min_ratio, schedule.gamma ** (decays or 0))
-    return _SHAPES[schedule.name](schedule, step - warmup, max(1, total_steps - warmup))
+    return _shape(schedule, step - warmup, max(1, total_steps - warmup))
 
 
-def _decayed(schedule: ScheduleConfig, left: float) -> float:
+def _shape(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
+    """The factor at a step that is counted from the end of the warmup, of so many steps."""
+    done = min(1.0, step / num_steps)
+    match schedule.name:
+        case "constant":
+            return 1.0
+        case "step":
+            return schedule.gamma ** (step // schedule.step_size)
+        case "inverse_sqrt":
+            # Vaswani et al. 2017, section 5.3, with the warmup's last step at the full rate.
+            warmup = max(1, schedule.warmup_steps)
+            return math.sqrt(warmup / (warmup + step))
+        case "linear":
+            left = 1.0 - done
+        case "polynomial":
+            left = (1.0 - done) ** schedule.power
+        case "cosine":
+            left = _half_cosine(done)
+        case "cosine_restarts":
+            left = _half_cosine(_in_cycle(schedule, step))
+        case _:
+            # Smith and Topin 2018, with cosines, as torch's `OneCycleLR` has it.
+            top, last = max(0.0, schedule.peak * num_steps - 1.0), num_steps - 1.0
+            if step <= top:
+                rise = _half_cosine(step / top if top else 1.0)
+                return 1.0 + (schedule.start_ratio - 1.0) * rise
+            left = _half_cosine((step - top) / (last - top)) if step < last else 0.0
     return schedule.min_ratio + (1.0 - schedule.min_ratio) * left
 
 
-def _half_cosine(done: float) -> float:
-    return 0.5 * (1.0 + math.cos(math.pi * done))
-
-
-def _constant(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
-    return 1.0
-
-
-def _linear(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
-    return _decayed(schedule, 1.0 - min(1.0, step / num_steps))
-
-
-def _polynomial(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
-    return _decayed(schedule, (1.0 - min(1.0, step / num_steps)) ** schedule.power)
-
-
-def _cosine(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
-    return _decayed(schedule, _half_cosine(min(1.0, step / num_steps)))
-
-
-def _cosine_restarts(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
-    """Loshchilov and Hutter 2017 (SGDR), equation 5."""
+def _in_cycle(schedule: ScheduleConfig, step: int) -> float:
+    """How much of its cycle is done at a step: Loshchilov and Hutter 2017 (SGDR), equation 5."""
     length = schedule.cycle_steps
     while step >= length:
         if schedule.cycle_factor == 1:
             step %= length
             break
         step, length = step - length, length * schedule.cycle_factor
-    return _decayed(schedule, _half_cosine(step / length))
+    return step / length
 
 
-def _inverse_sqrt(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
-    """Vaswani et al. 2017, section 5.3, with the warmup's last step at the full rate."""
-    warmup = max(1, schedule.warmup_steps)
-    return math.sqrt(warmup / (warmup + step))
-
-
-def _onecycle(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
-    """Smith and Topin 2018, with cosines, as torch's `OneCycleLR` has it."""
-    top, last = max(0.0, schedule.peak * num_steps - 1.0), num_steps - 1.0
-    if step <= top:
-        return 1.0 + (schedule.start_ratio - 1.0) * _half_cosine(step / top if top else 1.0)
-    return _decayed(schedule, _half_cosine((step - top) / (last - top)) if step < last else 0.0)
-
-
-def _step(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
-    return schedule.gamma ** (step // schedule.step_size)
-
-
-_SHAPES: Mapping[str, _Shape] = MappingProxyType(
-    {
-        "constant": _constant,
-        "linear": _linear,
-        "polynomial": _polynomial,
-        "cosine": _cosine,
-        "cosine_restarts": _cosine_restarts,
-        "inverse_sqrt": _inverse_sqrt,
-        "onecycle": _onecycle,
-        "step": _step,
-    }
-)
-"""Factors of steps counted from the end of the warmup, of so many steps."""
+def _half_cosine(done: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * done))
 
 
 class Schedule:

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from lockstep.engine.flat_tensors import FlatTensors
-from lockstep.engine.placement import Places
+from lockstep.engine.placement import Placement
 from lockstep.engine.step.workspace import Workspace
 from lockstep.errors import TaskError
 from lockstep.nn.pipeline import Pipeline
@@ -26,25 +26,27 @@ Moment = Literal["unshard", "leave"]
 
 
 class BlockStorage:
-    """Has the parameters of blocks come and go, and sends their gradients to those who sum them.
+    """Gathers and frees the parameters of blocks, and sends gradients to the ranks that sum them.
 
-    All calls are collectives of the ranks that hold the same blocks (`Places.storage`).
+    All calls are collectives of the ranks that hold the same blocks (`Placement.storage`).
     """
 
-    def __init__(self, pipeline: Pipeline, places: Places, at: Callable[[Moment], None]) -> None:
-        self._pipeline, self._places, self._at = pipeline, places, at
+    def __init__(
+        self, pipeline: Pipeline, placement: Placement, at: Callable[[Moment], None]
+    ) -> None:
+        self._pipeline, self._placement, self._at = pipeline, placement, at
         self._users: Counter[int] = Counter()
         self._next, self._has_leaf, self._is_kept = -1, False, False
         self._is_backward, self._is_regular = False, True
         pipeline.descend = self.descend
-        if places.in_slices:
+        if placement.in_slices:
             pipeline.storage = self
 
     def use(self, flat: FlatTensors, workspace: Workspace) -> None:
         """Work on this memory from now on."""
         assert isinstance(workspace.reduction, Rounds)
         self._flat, self._workspace, self._rounds = flat, workspace, workspace.reduction
-        [self._own] = self._places.own.blocks
+        [self._own] = self._placement.own.blocks
         self._segments = {
             block: [s for s, of in enumerate(flat.blocks) if of == block and flat.segments[s].numel]
             for block in range(*self._own)
@@ -52,7 +54,7 @@ class BlockStorage:
         self._users.clear()
 
     def restart(self) -> None:
-        """Forget a pass that was broken off."""
+        """Forget an interrupted pass."""
         for segment in +self._users:
             self._flat.close(segment)
         self._users.clear()
@@ -78,7 +80,7 @@ class BlockStorage:
 
     def skip_forward(self) -> None:
         """Go through all blocks without a microbatch."""
-        if self._places.in_slices:
+        if self._placement.in_slices:
             for block in range(*self._own):
                 self.unshard(block)
                 self.reshard(block)
@@ -101,7 +103,7 @@ class BlockStorage:
             TaskError: the loss computes gradients itself, with parameters in slices.
         """
         if not self._is_backward:
-            if self._places.in_slices:
+            if self._placement.in_slices:
                 raise TaskError(
                     "Task.loss: computes gradients itself (torch.autograd.grad), for which the "
                     "parameters of all blocks are needed; set sharding=gradients"
@@ -111,7 +113,7 @@ class BlockStorage:
             return
         while self._next >= max(block, self._own.first):
             self._leave(self._next + 1)
-            if self._places.in_slices and not self._is_kept:
+            if self._placement.in_slices and not self._is_kept:
                 self.unshard(self._next)
             self._is_kept = False
             self._next -= 1
@@ -127,12 +129,12 @@ class BlockStorage:
         """Send the gradients of a block, and free its parameters."""
         if block == self._own.last:
             return
-        if block not in self._places.late_blocks:
+        if block not in self._placement.late_blocks:
             for segment in self._segments[block]:
                 self._at("leave")
                 gradients = self._flat.take_gradients(segment) if self._has_leaf else None
                 self._rounds.take(segment, gradients)
-        if self._places.in_slices:
+        if self._placement.in_slices:
             self._drop(block)
 
     def _drop(self, block: int) -> None:

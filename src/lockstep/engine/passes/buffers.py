@@ -108,7 +108,7 @@ def changed_by(model: nn.Module, forward: Callable[[], object]) -> list[str]:
 
 
 def _kept(tensor: Tensor) -> Tensor | int:
-    """What tells whether a tensor changes: a copy to put back, of parameters a checksum."""
+    """What is kept to detect a change: a copy to restore, or for parameters a checksum."""
     return checksum(tensor) if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
 
 

@@ -31,7 +31,7 @@ from lockstep.parallel.layout import split
 
 
 def check_norm(norm: Tensor, copies: Mapping[str, Tensor]) -> None:
-    """Refuse gradients that are finite, but whose norm is not: Adam would stand still.
+    """Refuse finite gradients whose norm overflows: Adam would make steps of zero.
 
     NaN and infinity in gradients reach the parameters, where all ranks see them.
 
@@ -283,7 +283,7 @@ def _by_place(
 
 
 class _Within(nn.Module):
-    """Calls a function with a model, so that `functional_call` can lend the model parameters."""
+    """Calls a function with a model, so that `functional_call` can replace its parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

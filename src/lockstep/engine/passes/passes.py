@@ -5,20 +5,23 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.engine.carry.carries import Carries
+from lockstep.config import TrainConfig
+from lockstep.engine.carry.group import DistributedCarries
 from lockstep.engine.faults import FaultsInside
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.passes.backward import Backward, Forwarded
 from lockstep.engine.passes.block_storage import BlockStorage
 from lockstep.engine.passes.buffers import ForwardState
-from lockstep.engine.passes.compute import Compute, LossScale
-from lockstep.engine.placement import Places
+from lockstep.engine.passes.compute import Compute
+from lockstep.engine.passes.precision import LossScale
+from lockstep.engine.placement import Placement
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.tables.group import Tables
 from lockstep.engine.timing import Stopwatch
@@ -27,6 +30,38 @@ from lockstep.nn.pipeline import StageDone
 from lockstep.parallel.compression.reduction import LeafSums
 from lockstep.parallel.layout import Assigned, Pass
 from lockstep.parallel.rounds import LateGradientError, Rounds
+
+
+@dataclass
+class StepParts:
+    """What the parts of a training step work on.
+
+    Attributes:
+        runtime: surroundings of this process.
+        config: config of the run.
+        model: model of this rank.
+        compute: computes the task's losses.
+        state: buffers that forward passes change.
+        placement: where each rank is on the mesh.
+        loss_scale: loss scale of fp16; 1 for other precisions.
+        watch: stopwatch of compute, communication, data and checkpoints.
+        carries: what microbatches carry from step to step; None if they carry nothing.
+        tables: tables whose rows are distributed; None if the model has none.
+        storage: where gradients, or parameters too, are while their block is not computed; None if
+            they are whole in memory.
+    """
+
+    runtime: Runtime
+    config: TrainConfig
+    model: nn.Module
+    compute: Compute
+    state: ForwardState
+    placement: Placement
+    loss_scale: LossScale
+    watch: Stopwatch
+    carries: DistributedCarries | None
+    tables: Tables | None
+    storage: BlockStorage | None
 
 
 class Passes:
@@ -38,32 +73,16 @@ class Passes:
         counters: what the microbatches of the step have made of each counter; -inf if none has.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        model: nn.Module,
-        compute: Compute,
-        flat: FlatTensors,
-        state: ForwardState,
-        places: Places,
-        loss_scale: LossScale,
-        watch: Stopwatch,
-        carries: Carries | None = None,
-        tables: Tables | None = None,
-        storage: BlockStorage | None = None,
-    ) -> None:
-        self._runtime = runtime
-        self._model = model
-        self._compute = compute
-        self._state = state
-        self._places = places
-        self._loss_scale = loss_scale
-        self._watch = watch
-        self._carries = carries
-        self._tables = tables
-        self._storage = storage
-        self._inside = FaultsInside(model, runtime.at)
-        self.num_scalars = 2 + 2 * len(compute.metrics)
+    def __init__(self, parts: StepParts, flat: FlatTensors) -> None:
+        self._runtime, self._placement, self._watch = parts.runtime, parts.placement, parts.watch
+        self._model, self._compute, self._state = parts.model, parts.compute, parts.state
+        self._loss_scale, self._tables, self._storage = (
+            parts.loss_scale, parts.tables, parts.storage,
+        )  # fmt: skip
+        # Compression keeps carries of its own, which no microbatch sees.
+        self._carries = parts.carries if parts.compute.has_carry else None
+        self._inside = FaultsInside(parts.model, parts.runtime.at)
+        self.num_scalars = 2 + 2 * len(parts.compute.metrics)
         self._scalars = torch.zeros(self.num_scalars, dtype=torch.float64)
         self._numbers = self._scalars.numpy()
         self.use(flat)
@@ -78,7 +97,7 @@ class Passes:
         """Forget what is left of the step before, or of another try of this one."""
         # What an evaluation or a hook has left in `grad` would be added to the first leaf.
         self._backward.clear_gradients()
-        self._inside.step = self._places.step = step
+        self._inside.step = self._placement.step = step
         self.losses: dict[int, float] = {}
         self.counters = [-math.inf] * self._state.num_counters
 
@@ -90,7 +109,7 @@ class Passes:
         Raises:
             LockstepError: a batch could not be had, or what it looks up, on some rank; on all.
         """
-        num, ahead, watch = self._places.mesh.num_microbatches, [], self._watch
+        num, ahead, watch = self._placement.mesh.num_microbatches, [], self._watch
 
         def wanted() -> dict[int, dict[str, Tensor]]:
             for number in range(*microbatches):
@@ -126,11 +145,11 @@ class Passes:
         # A loss may change its batch, and each stage computes it from the beginning.
         copies: dict[int, Any] = {}
         for kind, microbatch, stage in passes:
-            if microbatch >= self._places.mesh.num_microbatches:
+            if microbatch >= self._placement.mesh.num_microbatches:
                 assert isinstance(sums, Rounds)
                 self._stand_by(kind, sums)
                 continue
-            is_first, is_last = self._places.turns.enter(stage)
+            is_first, is_last = self._placement.turns.enter(stage)
             if kind == "forward":
                 batch = self.fetched(step, microbatch, batches) if is_first else copies[microbatch]
                 if is_last:
@@ -144,7 +163,7 @@ class Passes:
             watch.compute_s += watch.lap()
             self._runtime.heartbeat.beat()
             self._runtime.at("compute", step)
-        self._places.turns.finish()
+        self._placement.turns.finish()
 
     def fetched(self, step: int, microbatch: int, batches: Iterator[Any]) -> Any:
         """The next batch, which must be this one; None if there is nothing in it."""

@@ -1,4 +1,4 @@
-"""What each step computes and steps: one loss and all parameters, or the phase whose turn it is."""
+"""Which loss and parameters each step has: those of the task, or of one of its phases."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Phases:
         )
 
     def description(self) -> list[list[Any]]:
-        """What tells the phases from others, as JSON."""
+        """Names and lengths of the phases, as JSON."""
         return [[phase.name, phase.steps] for phase in self.all]
 
 

@@ -1,4 +1,4 @@
-"""Which blocks of a pipeline each stage computes, and gradients still under way.
+"""Which blocks of a pipeline each stage computes, and gradients of unfinished backward passes.
 
 With interleaved stages, backward passes of other microbatches come between those of one. What each
 has made is kept here until the rank's first stage, which comes last, has had its own.

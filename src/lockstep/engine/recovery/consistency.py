@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.transport import Transport
 from lockstep.engine.digests import tensor_digest, tensors_digest
-from lockstep.engine.placement import Places
+from lockstep.engine.placement import Placement
 from lockstep.engine.runtime import everywhere
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.errors import DataError, DivergenceError, TaskError, shared
@@ -56,7 +56,7 @@ def check_start(transport: Transport, model: nn.Module) -> None:
 
 
 def check_replicas(
-    places: Places,
+    placement: Placement,
     model: nn.Module,
     buffers: Mapping[str, Tensor],
     task_state: TaskState,
@@ -68,7 +68,7 @@ def check_replicas(
     """Compare all ranks' parameters, buffers, state of the task, carries and rows after a step.
 
     Args:
-        places: place of each rank on the mesh.
+        placement: where each rank is on the mesh.
         model: model of this rank.
         buffers: buffers of the model that its `state_dict` leaves out, by name.
         task_state: state of the task and its hooks, which is compared too.
@@ -83,20 +83,20 @@ def check_replicas(
         DivergenceError: on every rank, naming the first tensor and the ranks that differ.
         TaskError: the task's state cannot be saved; on every rank.
     """
-    transport = places.world
+    transport = placement.world
     own = everywhere(transport, task_state.digests)
-    if places.in_slices and (which := _first_difference(transport, _digests(slices))):
+    if placement.in_slices and (which := _first_difference(transport, _digests(slices))):
         raise _diverged(step, which)
     for copies in (carries, rows):
         if copies is not None and (which := _first_difference(transport, copies)):
             raise _diverged(step, which)
-    if not places.is_split:
+    if not placement.is_split:
         tensors = _whole_ones(model.state_dict()) | dict(buffers)
         everyone = transport.gather_json([tensors_digest(tensors), own])
         if all(theirs == everyone[0] for theirs in everyone):
             return
     else:
-        tensors = _whole_ones(held_tensors(model, places.own)) | dict(buffers)
+        tensors = _whole_ones(held_tensors(model, placement.own)) | dict(buffers)
         units = units_of(model)
         by_unit: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
@@ -130,19 +130,16 @@ def check_streams(transport: Transport, landmarks: dict[str, str], step: int) ->
     Raises:
         DataError: on every rank, naming the first sample and the ranks that differ.
     """
-    everyone = transport.gather_json(landmarks)
-    for place in dict.fromkeys(place for theirs in everyone for place in theirs):
-        there = {rank: theirs[place] for rank, theirs in enumerate(everyone) if place in theirs}
-        if len(set(there.values())) > 1:
-            usual, _ = Counter(there.values()).most_common(1)[0]
-            odd = ", ".join(str(rank) for rank, digest in there.items() if digest != usual)
-            raise shared(
-                DataError(
-                    f"step {step}: dataset('train'): {place} is another one on rank {odd} than on "
-                    "other ranks; every rank must read the same stream (sort the names of files, "
-                    "and do not look at ranks)"
-                )
+    found = _first_odd(transport.gather_json(landmarks))
+    if found is not None:
+        place, odd = found
+        raise shared(
+            DataError(
+                f"step {step}: dataset('train'): {place} is another one on rank {', '.join(odd)} "
+                "than on other ranks; every rank must read the same stream (sort the names of "
+                "files, and do not look at ranks)"
             )
+        )
 
 
 def _whole_ones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -158,13 +155,24 @@ def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def _first_difference(transport: Transport, mine: dict[str, str]) -> str:
     """Names the first digest that is not the same everywhere, and the ranks in the minority."""
-    everyone = transport.gather_json(mine)
-    names = dict.fromkeys(name for theirs in everyone for name in theirs)
-    for name in names:
-        digests = {rank: theirs[name] for rank, theirs in enumerate(everyone) if name in theirs}
-        usual, _ = Counter(digests.values()).most_common(1)[0]
-        odd = [str(rank) for rank, digest in digests.items() if digest != usual]
+    found = _first_odd(transport.gather_json(mine))
+    if found is None:
+        return ""
+    name, odd = found
+    ranks = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {', '.join(odd)}"
+    return f"{name} on {ranks} differs from the other ranks'"
+
+
+def _first_odd(everyone: Sequence[Mapping[str, str]]) -> tuple[str, list[str]] | None:
+    """The first name whose value differs between ranks, and the ranks in the minority.
+
+    Args:
+        everyone: values by name, of each rank; a rank need not have all names.
+    """
+    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
+        values = {rank: theirs[name] for rank, theirs in enumerate(everyone) if name in theirs}
+        usual, _ = Counter(values.values()).most_common(1)[0]
+        odd = [str(rank) for rank, value in values.items() if value != usual]
         if odd:
-            ranks = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {', '.join(odd)}"
-            return f"{name} on {ranks} differs from the other ranks'"
-    return ""
+            return name, odd
+    return None

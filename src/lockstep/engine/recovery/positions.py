@@ -1,4 +1,4 @@
-"""The former ranks of a new group's members, and which of them has come furthest."""
+"""The former ranks of a new group's members, and which of them is furthest."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ NOWHERE = -1
 """The rank that a joining rank had."""
 
 
-class Held(NamedTuple):
-    """The part of parameters and optimizer state that a rank holds; by default nothing."""
+class Owned(NamedTuple):
+    """The part of parameters and optimizer state that a rank owns; by default nothing."""
 
     column: int = NEW
     """Its column of the mesh."""
-    place: int = NOWHERE
-    """Its place among the ranks of the column when slices were distributed."""
-    num_places: int = 0
-    """How many ranks the column had then."""
+    slice: int = NOWHERE
+    """The slice of the column that it owns, where the optimizer is sharded."""
+    num_slices: int = 0
+    """How many slices the column has: one for each of the ranks that it had."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Origin:
 
     Attributes:
         former: rank before the loss, for each rank of the new group; `NOWHERE` for joining ranks.
-        held: what each rank of the new group holds.
+        owned: what each rank of the new group owns.
         rows: fields of the `Joined` event of each rank.
         foreign_ranks: names of the facts that differ, by rank of those that would train something
             else.
     """
 
     former: list[int]
-    held: list[Held]
+    owned: list[Owned]
     rows: list[dict[str, Any]]
     foreign_ranks: dict[int, list[str]]
 
@@ -50,7 +50,7 @@ class Origin:
 def find_origin(
     transport: Transport,
     former: int,
-    held: Held,
+    owned: Owned,
     row: dict[str, Any],
     facts: dict[str, Any],
 ) -> Origin:
@@ -59,7 +59,7 @@ def find_origin(
     Raises:
         RankFailure: they are all joining ranks.
     """
-    own = {"former": former, "held": held, "row": row, "facts": facts}
+    own = {"former": former, "owned": owned, "row": row, "facts": facts}
     ranks = transport.gather_json(own)
     if all(theirs["former"] == NOWHERE for theirs in ranks):
         raise shared(
@@ -75,7 +75,7 @@ def find_origin(
     }
     return Origin(
         former=[theirs["former"] for theirs in ranks],
-        held=[Held(*theirs["held"]) for theirs in ranks],
+        owned=[Owned(*theirs["owned"]) for theirs in ranks],
         rows=[theirs["row"] for theirs in ranks],
         foreign_ranks={rank: names for rank, names in differences.items() if names},
     )
@@ -109,7 +109,7 @@ def refuse_foreign_ranks(runtime: Runtime, origin: Origin, step: int) -> None:
 
 
 class Position(NamedTuple):
-    """How far a rank has come; `NOWHERE` in all fields for one that has no state yet."""
+    """The progress of a rank; `NOWHERE` in all fields for one that has no state yet."""
 
     step: int
     """Committed steps, and one that it has applied."""
@@ -152,7 +152,7 @@ def find_lead(
     applied: StepResult | None,
     is_new: bool,
 ) -> Lead:
-    """Find out which rank has come furthest; a collective.
+    """Find out which rank is furthest; a collective.
 
     A rank commits a step when the reduction is done, and the next reduction needs all ranks. So
     ranks differ by one step at most.

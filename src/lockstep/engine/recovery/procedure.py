@@ -1,8 +1,8 @@
-"""How the ranks that are left of a broken group go on, and new processes take part.
+"""How the survivors of a broken group go on, and how new processes join them.
 
-`Recovery.run` is the whole procedure, from top to bottom. It may be broken off anywhere by a
-further loss, and then begins anew: nothing in it is done twice, and nothing that one rank has
-committed is lost while that rank lives.
+`Recovery.run` is the whole procedure, from top to bottom. A further loss may interrupt it anywhere;
+it then restarts. Each part checks what is already done, so nothing is done twice, and nothing that
+one rank has committed is lost while that rank lives.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from lockstep.engine.checkpoint.checkpointer import Checkpointer
 from lockstep.engine.optimizer.optimizer_state import OptimizerState
 from lockstep.engine.recovery.positions import (
     NOWHERE,
-    Held,
     Lead,
     Origin,
+    Owned,
     find_lead,
     find_origin,
     refuse_foreign_ranks,
@@ -63,133 +63,134 @@ class Recovery:
         self._checkpointer = checkpointer
         self._reporter = reporter
         self.is_new = is_new
-        self._held = Held() if is_new else self._scattered()
-        # Whether it has given up what it held, and waits for what the ranks of its column hold.
-        self._is_moved = False
-        # Whether it has begun to go back to the newest checkpoint; from then on nothing else helps.
-        self._goes_back = False
+        self._owned = Owned() if is_new else self._owned_now()
+        # Whether it has dropped its blocks and shards for others, which it has yet to receive.
+        self._has_released = False
+        # Whether it has begun to restore the newest checkpoint: then its newer state is gone.
+        self._is_restoring = False
 
     def run(self) -> None:
         """Regroup, agree on the last committed step, and be ready to do the next one again.
 
         Raises:
-            LockstepError: nobody is left who has the state; on all ranks.
+            LockstepError: no surviving rank has the state; on all ranks.
         """
         started, reached = perf_counter(), self._state.progress.step
-        # Read once, since each regroup gives out new ranks: after a further loss, the rank in the
-        # last group that trained is still what counts.
+        # Read once: each regroup assigns new ranks, and after a further loss the rank in the last
+        # group that trained is still the one that counts.
         former = NOWHERE if self.is_new else self._transport.rank
         row = self._reporter.own_row()
         while True:
             try:
                 origin = self._regroup(former, row)
-                if not self._must_go_back():
+                if not self._must_restore():
                     lead = self._agree_on_lead()
                     optimizer = self._finish_interrupted_step(origin, lead)
-                    self._take_place()
+                    self._connect()
                     near = self._lead_in_column(lead)
                     self._copy_from(near)
                     self._commit_like(near)
                     self._evaluate_like(lead)
                     copied, reached = lead.is_ahead, lead.step
-                    self._goes_back = self._is_state_lost(lead)
-                if self._must_go_back():
-                    self._go_back()
+                    self._is_restoring = self._is_state_lost(lead)
+                if self._must_restore():
+                    self._restore_checkpoint()
                     copied, optimizer = True, None
                 break
             except GroupBroken:
                 self._reporter.keep_calls(self._state.progress.step)
-                continue  # anew from the top: who leads may be among the dead
+                continue  # from the top: the leading rank may be among the dead
         self._microbatches.regroup(self._state.progress.step, optimizer)
-        self._held = self._scattered()
-        self.is_new = self._is_moved = self._goes_back = False
+        self._owned = self._owned_now()
+        self.is_new = self._has_released = self._is_restoring = False
         self._checkpointer.regroup()
-        if origin.former[0] != 0:  # who wrote checkpoints is lost, perhaps in the middle of one
+        if origin.former[0] != 0:  # the former rank 0 may have died while it wrote a checkpoint
             self._state.is_save_overdue = True
-        # Reported last: what is timed is all that the loss has cost up to here.
+        # Reported last, so that the time covers all that the loss has cost.
         seconds = perf_counter() - started
         self._reporter.regroup(self._state.progress, origin, copied, seconds, reached)
         if self._transport.size < self._config.min_ranks:
             self._state.stop_reason = TOO_FEW_RANKS
 
-    def _scattered(self) -> Held:
-        """What this rank holds of a group that trains."""
-        places = self._parts.places
-        return Held(places.column, places.data.rank, places.data.size)
+    def _owned_now(self) -> Owned:
+        """What this rank owns in the present group."""
+        placement = self._parts.placement
+        return Owned(placement.column, placement.data.rank, placement.data.size)
 
     def _regroup(self, former: int, row: dict[str, Any]) -> Origin:
-        """Meet those that are left and those that are new; the latter only with the same facts.
+        """Form a group of the survivors and of joining ranks that have the same facts.
 
         Raises:
-            GroupBroken: somebody was lost, or was refused.
-            RankFailure: the last rank that held some blocks or shards is lost; on all ranks.
+            GroupBroken: a further rank was lost, or was refused.
+            RankFailure: the last rank with some blocks or shards is lost; on all ranks.
         """
         step = self._state.progress.step
         self._runtime.at("regroup", step)
         self._transport.regroup(takes_in=True)
-        # Rank 0 may be another process now. It needs the lock and the log files before any event.
+        # Rank 0 may be another process now. It needs the lock and the log files before any event
+        # is emitted.
         on_first(self._transport, self._runtime.take_over)
         self._runtime.at("catch_up", step)
-        origin = find_origin(self._transport, former, self._held, row, self._parts.facts)
+        origin = find_origin(self._transport, former, self._owned, row, self._parts.facts)
         refuse_foreign_ranks(self._runtime, origin, step)
-        self._parts.places.assign([held.column for held in origin.held])
+        self._parts.placement.assign([owned.column for owned in origin.owned])
         return origin
 
     def _agree_on_lead(self) -> Lead:
-        """Give up what an interrupted step has left, and find out who has come furthest."""
+        """Undo what an interrupted step has left, and find out which rank is furthest."""
         state, train_step = self._state, self._parts.train_step
-        # First, since an interrupted all-gather may have left anything in the parameters.
+        # First, since an interrupted all-gather may have left arbitrary values in the parameters.
         train_step.give_up()
         return find_lead(
             self._transport, state.progress, state.result, train_step.applied, self.is_new
         )
 
     def _finish_interrupted_step(self, origin: Origin, lead: Lead) -> OptimizerState | None:
-        """With a sharded optimizer, apply the step that some rank has applied, and share slices.
+        """With a sharded optimizer, apply the step that some rank has applied, and gather slices.
 
-        Before any rank applies a step, all have what it takes to apply it (`TrainStep.run`). So
-        those that have not applied it do so from what they hold.
+        Before any rank applies a step, all have what they need to apply it (`TrainStep._share`). So
+        those that have not applied it can still do so.
 
         Returns:
             The optimizer's whole state if it is sharded.
         """
         progress, train_step = self._state.progress, self._parts.train_step
-        is_behind = not self.is_new and not self._is_moved and progress.step < lead.step
+        is_behind = not self.is_new and not self._has_released and progress.step < lead.step
         if lead.result is not None and is_behind:
             train_step.follow(progress.step, progress.decays, lead.result)
         if not train_step.shares_state:
             return None
         if not train_step.sharded:
             return None
-        # Who has committed has whole parameters, changed by the task since they were stepped.
-        pairs = zip(origin.held, lead.have_committed, strict=True)
-        complete = {held.column for held, is_done in pairs if is_done}
-        if self._parts.places.in_slices:
+        # A rank that has committed has all parameters, with the changes of `Task.after_step`.
+        pairs = zip(origin.owned, lead.have_committed, strict=True)
+        complete = {owned.column for owned, is_done in pairs if is_done}
+        if self._parts.placement.in_slices:
             complete.clear()
-        return collect(train_step, origin.held, complete)
+        return collect(train_step, origin.owned, complete)
 
-    def _take_place(self) -> None:
-        """Connect every rank to those beside it on the mesh; few hold other units than before."""
-        places = self._parts.places
-        places.connect()
-        if places.is_split and places.column != self._held.column:
-            # What it held is gone from here on, also if a further loss breaks this off.
-            self._held, self._is_moved = Held(), True
-            self._parts.train_step.take_place()
+    def _connect(self) -> None:
+        """Connect every rank to its neighbours on the mesh; few ranks change their units."""
+        placement = self._parts.placement
+        placement.connect()
+        if placement.is_split and placement.column != self._owned.column:
+            # From here on its former units are gone, also if a further loss interrupts this.
+            self._owned, self._has_released = Owned(), True
+            self._parts.train_step.move()
 
     def _lead_in_column(self, lead: Lead) -> Lead:
-        """Who has come furthest of those that hold the same shards; of them copies are made."""
-        places, state = self._parts.places, self._state
-        if not places.is_split:
+        """The furthest rank among those with the same blocks and shards; its state is copied."""
+        placement, state = self._parts.placement, self._state
+        if not placement.is_split:
             return lead
-        is_new = self.is_new or self._is_moved
+        is_new = self.is_new or self._has_released
         applied = self._parts.train_step.applied
-        return find_lead(places.data, state.progress, state.result, applied, is_new)
+        return find_lead(placement.data, state.progress, state.result, applied, is_new)
 
     def _copy_from(self, lead: Lead) -> None:
-        """Bring ranks that are behind, and new ones, into the state of the one that leads."""
+        """Copy the state of the leading rank to ranks that are behind, and to new ones."""
         state, parts = self._state, self._parts
-        data = parts.places.data
+        data = parts.placement.data
         if not lead.is_ahead:
             data.agree()
             return
@@ -201,27 +202,27 @@ class Recovery:
             data,
             lead.rank,
         )
-        if self.is_new or self._is_moved:
+        if self.is_new or self._has_released:
             state.progress = Progress.from_state_dict(meta["progress"])
             state.load_state_dict(meta["run"])
-        # A hook of the leading rank may have ended the run after the step that is missing here.
+        # A hook of the leading rank may have ended the run after the step that this rank lacks.
         state.progress.finished = meta["progress"]["finished"]
 
     def _commit_like(self, lead: Lead) -> None:
-        """Commit here what the leading rank has committed, or has applied and is to commit."""
+        """Commit the step that the leading rank has committed, or has applied and will commit."""
         state = self._state
         if state.progress.step < lead.step:
             assert lead.result is not None
-            # What its task did after that step came with its state, if it had committed it.
+            # If it had committed the step, what its task did afterwards came with its state.
             state.commit(lead.result, with_task=lead.committed < lead.step)
 
     def _is_state_lost(self, lead: Lead) -> bool:
-        """Bring what microbatches carry to the ranks that compute them, and rows to their owners.
+        """Move what microbatches carry to the ranks that compute them, and rows to their owners.
 
         Returns:
-            Whether nobody that is left has some of it.
+            Whether some of it is on no surviving rank.
         """
-        train_step, mesh = self._parts.train_step, self._parts.places.mesh
+        train_step, mesh = self._parts.train_step, self._parts.placement.mesh
         carries, tables = train_step.carries, train_step.tables
         is_lost = carries is not None and bool(carries.deal_out(mesh.microbatches))
         if tables is not None and tables.deal_out():
@@ -230,23 +231,26 @@ class Recovery:
             tables.start()
         return is_lost and lead.step > 0
 
-    def _must_go_back(self) -> bool:
-        """Whether some rank has begun to go back, perhaps before a further loss; a collective."""
+    def _must_restore(self) -> bool:
+        """Whether some rank has begun to restore a checkpoint, maybe before a further loss.
+
+        A collective.
+        """
         train_step = self._parts.train_step
         if train_step.carries is None and train_step.tables is None:
             return False
-        return any(self._transport.gather_json(self._goes_back))
+        return any(self._transport.gather_json(self._is_restoring))
 
-    def _go_back(self) -> None:
-        """Go on from the newest checkpoint, as a run that is resumed does, in these processes.
+    def _restore_checkpoint(self) -> None:
+        """Go on from the newest checkpoint, as a resumed run does, in these processes.
 
         Raises:
             RankFailure: there is none; on all ranks.
         """
-        self._goes_back = True
-        self._take_place()
+        self._is_restoring = True
+        self._connect()
         parts = self._parts
-        parts.train_step.begin_anew(parts.places.mesh.microbatches)
+        parts.train_step.reset(parts.placement.mesh.microbatches)
         progress = self._checkpointer.resume()
         if not progress.step:
             raise shared(
@@ -256,12 +260,12 @@ class Recovery:
                     "start the run again, with checkpoint.every set, or set lower"
                 )
             )
-        # Joining ranks do not know that the run was asked to stop.
+        # Joining ranks do not know whether the run was asked to stop.
         reasons = self._transport.gather_json(self._state.stop_reason)
-        self._state.go_back(progress, next(filter(None, reasons), ""))
+        self._state.restore(progress, next(filter(None, reasons), ""))
 
     def _evaluate_like(self, lead: Lead) -> None:
-        """Take note of the leading rank's newest evaluation."""
+        """Commit the newest evaluation of the leading rank."""
         state = self._state
         if state.progress.evaluated < lead.evaluated:
             state.commit_evaluation(lead.scores, {})

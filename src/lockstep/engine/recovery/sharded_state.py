@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.engine.optimizer.optimizer_state import OptimizerState, Scalars
-from lockstep.engine.recovery.positions import Held
+from lockstep.engine.recovery.positions import Owned
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.errors import RankFailure, TaskError, shared
 from lockstep.parallel.exchange import gather_slices
@@ -21,23 +21,23 @@ from lockstep.parallel.fold import slice_up
 from lockstep.parallel.mesh import NEW
 
 
-def holders(column: int, held: Sequence[Held], with_buddy: bool) -> list[int]:
-    """For each slice of a column, a rank that holds it.
+def slice_roots(column: int, owned: Sequence[Owned], with_buddy: bool) -> list[int]:
+    """For each slice of a column, the rank that broadcasts it: its owner, or else the buddy.
 
     Args:
         column: column of the mesh.
-        held: what each rank holds.
-        with_buddy: whether the next rank of the column holds a slice too.
+        owned: what each rank owns.
+        with_buddy: whether the next rank of the column has a slice too.
 
     Raises:
         RankFailure: some slice has been lost.
     """
-    ranks = {there.place: rank for rank, there in enumerate(held) if there.column == column}
-    num_slices = max(there.num_places for there in held if there.column == column)
+    ranks = {there.slice: rank for rank, there in enumerate(owned) if there.column == column}
+    num_slices = max(there.num_slices for there in owned if there.column == column)
     roots = []
     for owner in range(num_slices):
         there = [owner, (owner + 1) % num_slices] if with_buddy else [owner]
-        left = [ranks[place] for place in there if place in ranks]
+        left = [ranks[number] for number in there if number in ranks]
         if not left:
             raise shared(
                 RankFailure(
@@ -49,15 +49,15 @@ def holders(column: int, held: Sequence[Held], with_buddy: bool) -> list[int]:
     return roots
 
 
-def collect(train_step: TrainStep, held: Sequence[Held], complete: Set[int]) -> OptimizerState:
+def collect(train_step: TrainStep, owned: Sequence[Owned], complete: Set[int]) -> OptimizerState:
     """Put together all optimizer state, and parameters in place; a collective of all ranks.
 
-    A broadcast that is interrupted leaves a holder's slice as it was: who receives what it holds
-    itself receives the same bits. So it may be done again, with fewer ranks, if it is interrupted.
+    An interrupted broadcast leaves a slice intact on the ranks that have it: they receive the same
+    bits that they have. So it can be repeated with fewer ranks.
 
     Args:
         train_step: training step with parameters and optimizer.
-        held: what each rank of the group holds.
+        owned: what each rank of the group owns.
         complete: columns of which some rank has all parameters; those stay as they are. None has
             of parameters in slices.
 
@@ -67,12 +67,12 @@ def collect(train_step: TrainStep, held: Sequence[Held], complete: Set[int]) -> 
     Raises:
         RankFailure: some slice has been lost.
     """
-    places, flat = train_step.places, train_step.flat
-    own = held[places.world.rank].column
-    mine, state = _joined(train_step, held)
-    for column in range(places.mesh.num_columns):
-        roots = holders(column, held, train_step.with_buddy)
-        there = flat.segments_of(places.held_by(column))
+    placement, flat = train_step.placement, train_step.flat
+    own = owned[placement.world.rank].column
+    mine, state = _joined(train_step, owned)
+    for column in range(placement.mesh.num_columns):
+        roots = slice_roots(column, owned, train_step.with_buddy)
+        there = flat.segments_of(placement.held_by(column))
         slices = slice_up(there, len(roots))
         for key in ([] if column in complete else [None]) + sorted(state.flats):
             if column == own:
@@ -83,8 +83,8 @@ def collect(train_step: TrainStep, held: Sequence[Held], complete: Set[int]) -> 
             for memory, parts in zip(flats, slices, strict=True):
                 for part, root in zip(parts, roots, strict=True):
                     if len(part):
-                        places.world.broadcast(memory[part.first : part.last], root)
-            if key is not None and column == places.column:
+                        placement.world.broadcast(memory[part.first : part.last], root)
+            if key is not None and column == placement.column:
                 state.flats[key] = flats
     return state
 
@@ -96,40 +96,40 @@ def whole_state(train_step: TrainStep) -> OptimizerState:
     """
     if not train_step.shares_state:
         return train_step.flat_optimizer.state()
-    world = train_step.places.world
-    mine, state = _joined(train_step, [Held(0)] * world.size)
+    world = train_step.placement.world
+    mine, state = _joined(train_step, [Owned(0)] * world.size)
     state.flats.update(mine)
     if train_step.sharded:
         slices = train_step.workspace.slices
         for segments in mine.values():
             for flat, of_ranks in zip(segments, slices, strict=True):
-                gather_slices(train_step.places.data, flat, of_ranks)
+                gather_slices(train_step.placement.data, flat, of_ranks)
     return state
 
 
 def numbers_of_state(train_step: TrainStep) -> OptimizerState:
     """All of an optimizer's state that is not tensors, and the keys of these; a collective."""
-    held = [Held(0)] * train_step.places.world.size
-    return _joined(train_step, held, tensors=False)[1]
+    owned = [Owned(0)] * train_step.placement.world.size
+    return _joined(train_step, owned, tensors=False)[1]
 
 
 def _joined(
-    train_step: TrainStep, held: Sequence[Held], tensors: bool = True
+    train_step: TrainStep, owned: Sequence[Owned], tensors: bool = True
 ) -> tuple[dict[str, list[Tensor]], OptimizerState]:
-    """The flats of this rank, in which what others hold is zero; and all ranks' state without them.
+    """The flats of this rank, zero where others own them; and all ranks' state without flats.
 
-    The latter has their keys. Those who hold nothing have no state yet.
+    The latter has their keys. Ranks that own nothing have no state yet.
     """
     mine = train_step.flat_optimizer.state(tensors)
     own = {"keys": sorted(mine.flats), "scalars": mine.scalars, "shared": mine.shared}
-    ranks = train_step.places.world.gather_json(own)
-    known = [theirs for theirs, there in zip(ranks, held, strict=True) if there.column != NEW]
+    ranks = train_step.placement.world.gather_json(own)
+    known = [theirs for theirs, there in zip(ranks, owned, strict=True) if there.column != NEW]
     scalars: Scalars = {}
     for theirs in known:
-        # A slice need not hold a piece of every group.
+        # A slice need not contain a piece of every group.
         scalars |= theirs["scalars"]
     keys = sorted({key for theirs in known for key in theirs["keys"]})
-    is_new = held[train_step.places.world.rank].column == NEW
+    is_new = owned[train_step.placement.world.rank].column == NEW
     like = [] if is_new or not tensors else train_step.flat.flats
     flats = {key: mine.flats.get(key) or [torch.zeros_like(f) for f in like] for key in keys}
     shared_by_all = _shared([theirs["shared"] for theirs in known])
@@ -137,9 +137,9 @@ def _joined(
 
 
 def _shared(everyone: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What all ranks agree on; a rank says nothing of groups that it holds no piece of.
+    """What all ranks agree on. A rank has no values for groups of which it owns no piece.
 
-    One that holds none of all the groups of an optimizer says nothing of that.
+    One that owns no piece of any group of an optimizer has no values for that optimizer.
 
     Raises:
         TaskError: on every rank, if they do not agree.

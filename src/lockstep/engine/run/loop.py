@@ -88,7 +88,7 @@ class Trainer:
             config, runtime, parts, self._state, self._microbatches, self._checkpointer,
             self._reporter, is_new=joins,
         )  # fmt: skip
-        self._is_state_checked = self._is_to_mend = False
+        self._is_state_checked = self._needs_repair = False
         if not joins:
             self._reporter.start(progress, is_over=self._state.is_over())
             if progress.step == 0:
@@ -96,7 +96,7 @@ class Trainer:
             runtime.at("ready", 0)
 
     def run(self) -> Finished:
-        """Train to the end, or to where this session is to stop; through the loss of ranks.
+        """Train to the end of the run or of this session, and recover from the loss of ranks.
 
         Raises:
             LockstepError: the task does not work, or the state was lost; on all ranks.
@@ -138,15 +138,15 @@ class Trainer:
         return self._state.progress
 
     def _train(self) -> Finished:
-        """Step after step to the end. Only `RunState.commit` makes a step one of the run's."""
+        """Step until the run is over. A step counts once `RunState.commit` has it, not before."""
         state, train_step = self._state, self._parts.train_step
-        if self._is_to_mend:
-            train_step.mend()
-            self._is_to_mend = False
+        if self._needs_repair:
+            train_step.repair()
+            self._needs_repair = False
         self._hooks.start(state.progress)
         self._parts.pass_state.note_start()
         self._hooks.check()
-        self._follow_up()  # of the step before: it may have been broken off by a loss
+        self._follow_up()  # of the step before: a loss may have interrupted it
         while not state.is_over():
             progress = state.progress
             result = train_step.run(progress.step, progress.decays, self._microbatches.stream)
@@ -155,32 +155,35 @@ class Trainer:
             self._follow_up()
             self._balance(result)
             self._checkpointer.poll()
-            # A group grows between two steps only, when all ranks have the same state.
+            # A group grows between two steps only: then all ranks have the same state to copy.
             if result.grows and not state.is_over():
-                raise GroupBroken("a new process is to be taken in")
+                raise GroupBroken("a new process is to join")
         return self._finish()
 
     def _check_state(self) -> None:
-        """Make sure, once, that all state can be saved: an optimizer has it after a step only."""
+        """Check once that all state can be saved: an optimizer has state only after a step."""
         if not self._is_state_checked:
             self._checkpointer.check_state()
             self._is_state_checked = True
 
     def _follow_up(self) -> None:
-        """Evaluate, check and save what is due after the last step; may be done again."""
+        """Evaluate, check and save what is due after the last step.
+
+        After a loss all of this runs again, so each part must be safe to repeat.
+        """
         state, progress = self._state, self._state.progress
         if state.stop_reason == DIRECTORY_LOST:
             self._rescue()
-        # First: what a hook has left half done must not be evaluated or saved.
+        # First, so that a half-finished change by a hook is neither evaluated nor saved.
         self._hooks.check_step()
-        # Not twice, if a loss has broken off what comes after it.
+        # Skipped if the evaluation was done and a loss interrupted what follows it.
         if state.is_evaluation_due() and progress.evaluated < progress.step:
             self._evaluate([name for name in self._parts.evaluations if is_validation(name)])
             self._hooks.check()
         if state.is_digest_due():
             self._checkpointer.check_replicas(progress)
-        # From the progress, not from the evaluation just made: a checkpoint that a loss has broken
-        # off is still due when this is done again.
+        # From the progress, not from the evaluation just made: a checkpoint that a loss has
+        # interrupted is still due when this runs again.
         improved = 0 < progress.step == progress.best_step
         if state.is_save_due() or improved:
             self._hooks.check_saved()
@@ -218,7 +221,7 @@ class Trainer:
             self._evaluate(splits, None if step == last else step)
 
     def _evaluate(self, splits: Sequence[str], model_step: int | None = None) -> None:
-        """Evaluate splits; nothing counts before all are done, since a loss may come between."""
+        """Evaluate splits. Results are committed together: a loss may interrupt any of them."""
         parts = self._parts
         scores: dict[str, Scores] = {}
         seconds: dict[str, float] = {}
@@ -231,7 +234,7 @@ class Trainer:
                 parts.model,
                 parts.compute,
                 self._runtime.heartbeat.beat,
-                parts.places,
+                parts.placement,
                 parts.train_step.tables,
             )
             scores[name] = self._evaluation_audit.run(name, evaluate)
@@ -239,7 +242,7 @@ class Trainer:
         self._state.commit_evaluation(scores, seconds, model_step)
 
     def _balance(self, result: StepResult) -> None:
-        """Deal out microbatches by measured speed, now and then."""
+        """Reassign microbatches by measured speed, every `balance_every` steps."""
         step = self._state.progress.step
         proposal = self._microbatches.balance(step, result.times)
         if proposal is not None:
@@ -254,17 +257,17 @@ class Trainer:
 
     def _recover(self) -> None:
         self._recovery.run()
-        self._is_to_mend = False
-        self._is_state_checked = False  # joining ranks have not checked theirs
+        self._needs_repair = False
+        self._is_state_checked = False  # joining ranks have not checked their state
 
     def _try_again(self, failure: TaskFailure) -> None:
-        """Be ready to do a step again that the task's code failed in, once.
+        """Prepare to repeat, once, a step in which the task's code has failed.
 
         Raises:
             TaskFailure: it is not the first time.
         """
         state, step = self._state, self._state.progress.step
-        # What a task does after a step is half done then, and cannot be undone.
+        # What a task does after a step may be half done, and cannot be undone.
         if state.failed_step == step or self._hooks.has_failed:
             raise failure
         state.failed_step = step
@@ -272,16 +275,16 @@ class Trainer:
         self._do_again()
 
     def _do_again(self) -> None:
-        """Be ready to do a step again that was not applied; all ranks are."""
-        self._is_to_mend = True
-        self._microbatches.fetch_anew(self._state.progress.step)
+        """Prepare to repeat a step that no rank has applied."""
+        self._needs_repair = True
+        self._microbatches.refetch(self._state.progress.step)
 
     def _hint(self, task: Task) -> None:
-        """Say what the task probably does not mean, and what it says of its data."""
+        """Warn of likely mistakes in the task, and of what it says about its data."""
         parts = self._parts
         means: list[str] = []
-        # Where all ranks have a loss, and each of them can compute the model by itself.
-        if not parts.places.are_staged and not parts.places.in_slices:
+        # Only where each rank has a loss and can compute the model without the others.
+        if not parts.placement.are_staged and not parts.placement.in_slices:
             means = mean_loss(parts.model, parts.compute, parts.loader)
         remarks = everywhere(self._transport, task.data_remarks)
         for hint in (*ignored_methods(type(task)), *means, *remarks):
@@ -293,7 +296,7 @@ class Trainer:
         self._microbatches.close()
         if self._checkpointer.check_directory():
             self._rescue()
-        # Before the test split is evaluated: an error in that must not cost the last steps.
+        # Before the test split is evaluated, since an error there must not cost the last steps.
         folder = self._checkpointer.finish(progress)
         tests = [name for name in parts.evaluations if not is_validation(name)]
         if progress.finished and tests:
@@ -316,7 +319,7 @@ class Trainer:
         )
         self._hooks.end(progress, finished.status, finished.reason)
         self._runtime.emit(finished)
-        # Nobody leaves alone: to the others, a rank that is gone has died, and they would recover.
+        # All leave together: a rank that leaves early looks dead, and the others would recover.
         self._transport.agree()
         return finished
 
@@ -327,4 +330,4 @@ class Trainer:
         if train_step.is_streamed:
             return streamed_digest(train_step, parts.model, unsaved)
         with train_step.parameters.whole():
-            return whole_digest(parts.places, parts.model, train_step.flat, unsaved)
+            return whole_digest(parts.placement, parts.model, train_step.flat, unsaved)

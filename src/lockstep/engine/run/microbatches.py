@@ -46,7 +46,7 @@ def check_size(config: TrainConfig, runtime: Runtime) -> None:
 
 
 def check_enough_left(config: TrainConfig, num_ranks: int) -> None:
-    """Make sure that those that are left of a start can train; else all have to start again.
+    """Check that the ranks that are left after a loss during the start can train.
 
     Raises:
         RankFailure: they are less than `min_ranks`, or less than a replica needs; on all ranks.
@@ -62,7 +62,7 @@ def check_enough_left(config: TrainConfig, num_ranks: int) -> None:
 
 
 _LEAST_GAIN = 0.1
-"""Part of a step's time that new ranges must save: less may be noise, and moving has its price."""
+"""Fraction of a step's time that a new assignment must save; less may be noise."""
 
 
 class Proposal(NamedTuple):
@@ -141,7 +141,7 @@ def better(ranges: Sequence[Assigned], each: Mapping[int, float]) -> Proposal | 
     """
     if len(each) < 2:
         return None
-    # Who has never computed is taken to be like the others.
+    # A replica that has not computed yet counts as having the median speed.
     usual = sorted(each.values())[(len(each) - 1) // 2]
     costs = [each.get(rank, usual) for rank in range(len(ranges))]
     proposed = share(ranges[-1].last, [1 / cost for cost in costs])
@@ -154,7 +154,7 @@ def better(ranges: Sequence[Assigned], each: Mapping[int, float]) -> Proposal | 
 
 
 class Microbatches:
-    """Deals microbatches out to the ranks; the result does not depend on how.
+    """Assigns microbatches to ranks; the result of a step does not depend on the assignment.
 
     Attributes:
         stream: yields the step, the number and the batch of each microbatch of this rank, from the
@@ -174,23 +174,23 @@ class Microbatches:
         """
         self._transport = runtime.transport
         self._parts = parts
-        # In rounds all wait for the slowest rank, whoever has more of them.
+        # In rounds all ranks wait for the slowest one, however many microbatches it has.
         every = 0 if config.shards_gradients else config.balance_every
-        self._balancer = Balancer(every, parts.places.mesh.of_each_replica)
+        self._balancer = Balancer(every, parts.placement.mesh.of_each_replica)
         self.stream = self._open(progress.step)
 
     def regroup(self, step: int, state: OptimizerState | None) -> None:
-        """Deal everything out to a new group of ranks.
+        """Assign all microbatches to a new group of ranks.
 
         Args:
             step: number of the next step, from 0.
             state: whole state of the optimizer if it is sharded.
         """
-        self._balancer.restart(self._parts.places.mesh.of_each_replica)
-        self._deal_out(self._balancer.ranges, step, state)
+        self._balancer.restart(self._parts.placement.mesh.of_each_replica)
+        self._assign(self._balancer.ranges, step, state)
 
     def balance(self, step: int, times: Sequence[Times]) -> Proposal | None:
-        """Deal microbatches out by measured speed, if that gains enough; what each rank then gets.
+        """Reassign microbatches by measured speed, if that gains enough; returns the assignment.
 
         Args:
             step: number of the next step, from 0.
@@ -198,8 +198,8 @@ class Microbatches:
         """
         if self._balancer.is_idle:
             return None
-        # A replica's ranks wait for one another inside a microbatch: any of them tells its speed.
-        mesh = self._parts.places.mesh
+        # The ranks of a replica wait for one another inside a microbatch, so one of them is enough.
+        mesh = self._parts.placement.mesh
         proposal = self._balancer.propose([times[ranks[0]] for ranks in mesh.replicas])
         if proposal is None:
             return None
@@ -207,11 +207,11 @@ class Microbatches:
         carries = self._parts.train_step.carries
         if carries is not None:
             carries.deal_out(of_ranks)
-        self._deal_out(proposal.ranges, step)
+        self._assign(proposal.ranges, step)
         return Proposal(of_ranks, mesh.replicas[proposal.slowest][0], proposal.slowdown)
 
-    def fetch_anew(self, step: int) -> None:
-        """Fetch from a step on, with other worker processes if there are any."""
+    def refetch(self, step: int) -> None:
+        """Restart the stream at a step, with new worker processes if there are any."""
         self.stream.close()  # exceptions may refer to it for long, and so keep its workers alive
         self.stream = self._open(step)
 
@@ -219,14 +219,14 @@ class Microbatches:
         """Fetch no more."""
         self.stream.close()
 
-    def _deal_out(
+    def _assign(
         self, ranges: Sequence[Assigned], step: int, state: OptimizerState | None = None
     ) -> None:
-        self._parts.train_step.deal_out(self._parts.places.mesh.of_ranks(ranges), state)
+        self._parts.train_step.assign(self._parts.placement.mesh.of_ranks(ranges), state)
         self._balancer.use(ranges)
-        self.fetch_anew(step)
+        self.refetch(step)
 
     def _open(self, step: int) -> Generator[Any, None, None]:
-        ranges = self._parts.places.mesh.of_ranks(self._balancer.ranges)
+        ranges = self._parts.placement.mesh.of_ranks(self._balancer.ranges)
         microbatches = ranges[self._transport.rank]
         return self._parts.loader.stream(microbatches, step, self._parts.total_steps)

@@ -85,7 +85,7 @@ class Progress:
         return ""
 
     def judge(self, config: TrainConfig, metrics: dict[str, float]) -> bool:
-        """Take note of an evaluation; whether it is the best so far.
+        """Record an evaluation; returns whether it is the best so far.
 
         Raises:
             ConfigError: there is no such metric as `config.watch`, or one of `config.convergence`.
@@ -108,7 +108,7 @@ class Progress:
         return False
 
     def keep_before_last(self) -> None:
-        """Note this state before an evaluation that a longer run would not have."""
+        """Keep this state before an evaluation that a longer run would not have."""
         self.before_last = None
         self.before_last = deepcopy(self)
 

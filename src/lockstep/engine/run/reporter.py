@@ -1,4 +1,4 @@
-"""From steps to events: sums between two reports, and everyone's times."""
+"""Turns steps into events: sums between two reports, and the times of all ranks."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Reporter:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The values that a process that joins later must have, as JSON."""
+        """What a joining rank needs, as JSON."""
         return {
             "sums": self._sums,
             "num_steps": self._num_steps,
@@ -95,7 +95,7 @@ class Reporter:
     def regroup(
         self, progress: Progress, origin: Origin, copied: bool, seconds: float, reached: int
     ) -> None:
-        """Go on in another group, and say so.
+        """Go on in another group, and emit what has changed.
 
         Args:
             progress: position of the run.
@@ -106,24 +106,24 @@ class Reporter:
         """
         emit, step = self._runtime.emit, progress.step
         if origin.former[0] != 0:
-            self._plan(progress, continued=True)
+            self._emit_plan(progress, continued=True)
         slots = [row["slot"] for row in origin.rows]
         for event in self._losses(reached, slots):
             emit(event)
         if reached > step:
-            self._go_back(progress, reached)
-        self._tell_who(progress, origin.rows, self._slots)
+            self._discard(progress, reached)
+        self._emit_joined(progress, origin.rows, self._slots)
         self._slots = slots
         self._times = [Times() if r == NOWHERE else self._times[r] for r in origin.former]
-        self._way = None  # to be said of the new group, too
-        dealt = tuple(map(len, self._parts.places.mesh.microbatches))
+        self._way = None  # to be emitted for the new group, too
+        assigned = tuple(map(len, self._parts.placement.mesh.microbatches))
         emit(
             Recovered(
                 step=step,
                 world_size=len(slots),
                 seconds=seconds,
                 copied=copied,
-                microbatches=dealt,
+                microbatches=assigned,
             )
         )
 
@@ -134,7 +134,7 @@ class Reporter:
             step: committed steps.
         """
         calls = self._runtime.transport.call_ring
-        if not calls.has_failed:  # a new process is to be taken in
+        if not calls.has_failed:  # the group is broken for a joining rank, not by a loss
             return
         try:
             self._directory.flight.keep(self._runtime.slot, calls.copy())
@@ -143,7 +143,7 @@ class Reporter:
             self._runtime.emit(Warned(step=step, message=message))
 
     def _losses(self, step: int, left: Sequence[int]) -> list[RankLost]:
-        """Who was lost, and what is known of it.
+        """An event for each lost rank, with what is known of the cause.
 
         Args:
             step: committed steps.
@@ -166,8 +166,8 @@ class Reporter:
                 self._runtime.emit(Warned(step=step, message=message))
         return events
 
-    def _go_back(self, progress: Progress, reached: int) -> None:
-        """Forget what the steps have come to that are done again, and say so."""
+    def _discard(self, progress: Progress, reached: int) -> None:
+        """Discard the sums of steps that will be repeated from a checkpoint, and warn of it."""
         self._sums = [0.0] * len(self._sums)
         self._num_steps = self._samples = 0
         message = (
@@ -176,13 +176,13 @@ class Reporter:
             f"{progress.step}"
         )
         self._runtime.emit(Warned(step=reached, message=message))
-        self._plan(progress)
+        self._emit_plan(progress)
 
-    def _tell_who(
+    def _emit_joined(
         self, progress: Progress, rows: Sequence[dict[str, Any]], known: Sequence[int]
     ) -> None:
-        """Name the processes that were not known by now."""
-        ranges = self._parts.places.mesh.microbatches
+        """Emit `Joined` for the processes that are new."""
+        ranges = self._parts.placement.mesh.microbatches
         for rank, row in enumerate(rows):
             if row["slot"] not in known:
                 own = tuple(ranges[rank])
@@ -199,9 +199,9 @@ class Reporter:
     def start(self, progress: Progress, is_over: bool) -> None:
         """Say who takes part, what is planned, and what may not be expected; a collective."""
         rows = self._runtime.transport.gather_json(self.own_row())
-        self._tell_who(progress, rows, ())
+        self._emit_joined(progress, rows, ())
         self._slots = [row["slot"] for row in rows]
-        self._plan(progress)
+        self._emit_plan(progress)
         for message in self._surprises(progress, is_over):
             self._runtime.emit(Warned(step=progress.step, message=message))
         self._since = perf_counter()
@@ -215,7 +215,7 @@ class Reporter:
                 "checkpoint; to go on without dead ranks start with `lockstep train -n N`, or with "
                 "`mpirun --with-ft ulfm` of Open MPI 5"
             )
-        mesh = self._parts.places.mesh
+        mesh = self._parts.placement.mesh
         if mesh.incomplete:
             sizes = {"mesh.pp": mesh.pp, "mesh.tp": mesh.tp}
             keys = ", ".join(f"{key}={size}" for key, size in sizes.items() if size > 1)
@@ -250,8 +250,8 @@ class Reporter:
         if not config.eval_every and any(map(is_validation, self._parts.evaluations)):
             yield f"eval_every=0: {what}: the only evaluation is the last; set the key"
 
-    def _plan(self, progress: Progress, continued: bool = False) -> None:
-        """Say what is planned."""
+    def _emit_plan(self, progress: Progress, continued: bool = False) -> None:
+        """Emit `RunStarted`, with what is planned."""
         runtime, config, transport, parts = (
             self._runtime, self._config, self._runtime.transport, self._parts,
         )  # fmt: skip
@@ -277,16 +277,16 @@ class Reporter:
         )
 
     def add(self, progress: Progress, result: StepResult, flush: bool) -> None:
-        """Count a step in; emit if it is time to."""
-        self._tell_exchange(progress.step)
+        """Add a step to the sums; emit them every `log_every` steps."""
+        self._emit_exchange(progress.step)
         self._sums = [a + b for a, b in zip(self._sums, result.scalars, strict=True)]
         self._num_steps += 1
         self._samples += self._parts.sampler.step_size(progress.step - 1)
         if flush or progress.step % self._config.log_every == 0:
             self._emit(progress, result)
 
-    def _tell_exchange(self, step: int) -> None:
-        """Say how gradients are exchanged, once that is known of a group."""
+    def _emit_exchange(self, step: int) -> None:
+        """Emit how gradients are exchanged, once that is known for the group."""
         way = self._parts.train_step.workspace.way
         if way is not None and way != self._way:
             self._way = way

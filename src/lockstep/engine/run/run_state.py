@@ -54,11 +54,11 @@ class RunState:
         self.is_save_overdue = False
 
     def commit(self, result: StepResult, with_task: bool = True) -> None:
-        """Count in a step, which from now on is not done again.
+        """Commit a step: from now on it is not repeated.
 
         Args:
             result: result of the step.
-            with_task: whether what the task and its hooks do after a step is still to be done.
+            with_task: whether the task and its hooks have yet to run their `after_step`.
         """
         self.result = result
         progress = self.progress
@@ -67,18 +67,18 @@ class RunState:
             ended = self._hooks.after_step(progress, result)
             progress.finished = progress.finished or ended
         self.stop_reason = self.stop_reason or result.stop_reason
-        # What is evaluated or saved has its step's row before it, in all files.
+        # In all files, the row of a step comes before its evaluation and its checkpoint.
         self._reporter.add(self.progress, result, self.is_save_due() or self.is_evaluation_due())
         self._runtime.heartbeat.arm()
         self._runtime.transport.call_ring.note_step(progress.step)
         self._runtime.at("committed", self.progress.step)
         self._runtime.on_step(self.progress.step)
 
-    def go_back(self, progress: Progress, stop_reason: str) -> None:
-        """Go on from an earlier position of the run.
+    def restore(self, progress: Progress, stop_reason: str) -> None:
+        """Go on from a checkpoint.
 
         Args:
-            progress: that position.
+            progress: position of the run in the checkpoint.
             stop_reason: why the ranks were asked to stop; empty if they were not.
         """
         self.progress, self.result, self.stop_reason = progress, None, stop_reason
@@ -90,7 +90,7 @@ class RunState:
         seconds: Mapping[str, float],
         model_step: int | None = None,
     ) -> None:
-        """Take note of an evaluation; that of validation splits may end training.
+        """Commit an evaluation; one of validation splits may end training.
 
         Args:
             scores: scores by split, of all validation splits or of none.
@@ -117,7 +117,7 @@ class RunState:
             if not is_validation(split):
                 self.test_step = progress.step if model_step is None else model_step
             ended = self._hooks.after_evaluation(progress, split, metrics)
-            # It would have ended a longer run too, which all steps done would not.
+            # It would have ended a longer run too, unlike `ALL_STEPS`, so it is the reason to keep.
             if not progress.finished or (progress.finished == ALL_STEPS and ended):
                 progress.finished = ended
         if not is_judged:
@@ -147,7 +147,7 @@ class RunState:
         step = self.progress.step
         if step == 0 or not self._has_validation:
             return False
-        # Where a session ends must not matter, or an interrupted run would judge otherwise.
+        # Independent of where a session ends, or an interrupted run would be judged differently.
         return step == self._parts.total_steps or self._is_due(self._config.eval_every)
 
     def is_digest_due(self) -> bool:
@@ -156,7 +156,7 @@ class RunState:
         return every > 0 and self.progress.step > 0 and self.progress.step % every == 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The values that a process that joins later must have beside a checkpoint's, as JSON."""
+        """What a joining rank needs beside the content of a checkpoint, as JSON."""
         return {
             "stop_reason": self.stop_reason,
             "failed_step": self.failed_step,

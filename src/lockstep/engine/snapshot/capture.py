@@ -18,7 +18,7 @@ from lockstep.engine.checkpoint.format import Kind, Snapshot, Tensors
 from lockstep.engine.digests import combined_digest, model_digest, tensor_digest, tensors_digest
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.optimizer.optimizer_state import OptimizerState
-from lockstep.engine.placement import Places
+from lockstep.engine.placement import Placement
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.nn.cutting import every_tensor, held_tensors, joined_by_name, shards_of, units_of
@@ -41,45 +41,45 @@ class WholeTensors:
 
 
 def whole_tensors(
-    places: Places, model: nn.Module, flat: FlatTensors, state: OptimizerState | None
+    placement: Placement, model: nn.Module, flat: FlatTensors, state: OptimizerState | None
 ) -> WholeTensors | None:
     """All tensors on rank 0, None on the others; a collective of all ranks.
 
     Args:
-        places: place of each rank on the mesh.
+        placement: where each rank is on the mesh.
         model: model of this rank.
         flat: its trainable parameters in flat memory.
         state: this rank's part of the optimizer's state, if that is wanted too.
     """
-    if places.replica_number != 0:
+    if placement.replica_number != 0:
         return None
     shards, units = shards_of(model), units_of(model)
-    here, everywhere = held_tensors(model, places.own), every_tensor(model)
-    tensors = dict(joined_by_name(_gathered(places, here, everywhere, units), shards))
+    here, everywhere = held_tensors(model, placement.own), every_tensor(model)
+    tensors = dict(joined_by_name(_gathered(placement, here, everywhere, units), shards))
     optimizer = {}
     flats = state.flats if state else {}
     # A rank that trains no parameter has no state of any.
-    for key in sorted({key for keys in places.replica.gather_json(list(flats)) for key in keys}):
+    for key in sorted({key for keys in placement.replica.gather_json(list(flats)) for key in keys}):
         here = flat.named(flats[key]) if key in flats else {}
-        everyone = _gathered(places, here, flat.everyone, flat.units)
+        everyone = _gathered(placement, here, flat.everyone, flat.units)
         for name, tensor in joined_by_name(everyone, flat.shards):
             optimizer[f"{key}/{name}"] = tensor
-    return WholeTensors(tensors, optimizer) if places.world.rank == 0 else None
+    return WholeTensors(tensors, optimizer) if placement.world.rank == 0 else None
 
 
 def whole_digest(
-    places: Places, model: nn.Module, flat: FlatTensors, buffers: Mapping[str, Tensor]
+    placement: Placement, model: nn.Module, flat: FlatTensors, buffers: Mapping[str, Tensor]
 ) -> str:
     """`model_digest` of the whole model; a collective of all ranks."""
-    if not places.is_split:
+    if not placement.is_split:
         return model_digest(model, buffers)
-    whole = whole_tensors(places, model, flat, None)
+    whole = whole_tensors(placement, model, flat, None)
     digest = tensors_digest(whole.model | dict(buffers)) if whole else ""
-    return str(places.world.gather_json(digest)[0])
+    return str(placement.world.gather_json(digest)[0])
 
 
 def _gathered(
-    places: Places,
+    placement: Placement,
     own: Mapping[str, Tensor],
     likes: Mapping[str, Tensor],
     units: Mapping[str, Unit],
@@ -87,12 +87,12 @@ def _gathered(
     """Tensors by name, on rank 0 those of all ranks of its replica, in host memory.
 
     Args:
-        places: place of each rank on the mesh.
+        placement: where each rank is on the mesh.
         own: tensors that this rank holds.
         likes: all tensors; those that this rank does not hold count with their shapes only.
         units: unit of each tensor that not every rank need hold.
     """
-    is_first = places.world.rank == 0
+    is_first = placement.world.rank == 0
     gathered = {n: t.detach().to("cpu", copy=True) for n, t in own.items() if n not in units}
     for name, like in likes.items():
         if name not in units:
@@ -101,7 +101,7 @@ def _gathered(
         if tensor is None:
             tensor = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        places.replica.broadcast(flat, places.holder(units[name]))
+        placement.replica.broadcast(flat, placement.holder(units[name]))
         if is_first:
             gathered[name] = flat.view(tensor.dtype).view(tensor.shape).to("cpu", copy=True)
     return gathered
@@ -194,7 +194,7 @@ class StreamedState:
         whole = torch.zeros(numel, dtype=dtype, device=flat.flats[0].device)
         for (first, last), part in train_step.flat_optimizer.state_of(segment, key):
             whole[first:last] = part
-        gather_slices(train_step.places.storage, whole, slices)
+        gather_slices(train_step.placement.storage, whole, slices)
         views = {e.name: self._view(whole, e.range, e.shape) for e in flat.entries_of(segment)}
         yield from (tensor for _, tensor in joined_by_name(views, flat.shards))
 
@@ -266,8 +266,8 @@ def capture(
 
 def held(train_step: TrainStep, model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers that this rank has; whole ones by their own names."""
-    places = train_step.places
-    return held_tensors(model, places.own) if places.is_split else dict(model.state_dict())
+    placement = train_step.placement
+    return held_tensors(model, placement.own) if placement.is_split else dict(model.state_dict())
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -277,7 +277,7 @@ def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _named(train_step: TrainStep, state: OptimizerState) -> dict[str, Tensor]:
     """An optimizer's tensors by "key/parameter", on the CPU."""
     optimizer = {name: tensor.cpu() for name, tensor in state.tensors.items()}
-    shards = {} if train_step.places.is_split else train_step.flat.shards
+    shards = {} if train_step.placement.is_split else train_step.flat.shards
     for key, segments in state.flats.items():
         for name, tensor in joined_by_name(train_step.flat.named(segments), shards):
             optimizer[f"{key}/{name}"] = tensor.cpu()

@@ -94,7 +94,7 @@ def receive(
     with train_step.parameters.whole(gathered=False):
         received = _receive(snapshot, train_step, model, transport, root)
         transport.agree()
-        load_held(model, train_step.places.own, received.model)
+        load_held(model, train_step.placement.own, received.model)
     for name, buffer in train_step.state.unsaved.items():
         buffer.copy_(received.buffers[name])
     if with_optimizer:
@@ -188,7 +188,7 @@ def receive_model(
 
 def _is_for_all(train_step: TrainStep, transport: Transport) -> bool:
     """Whether ranks that receive something hold other shards than the one that sends."""
-    return train_step.places.is_split and transport is train_step.places.world
+    return train_step.placement.is_split and transport is train_step.placement.world
 
 
 def _receive_flats(
@@ -257,7 +257,7 @@ def take_over(
     snapshot = Snapshot(0, {}, {})
 
     def read() -> None:
-        if start.only and train_step.places.is_split:
+        if start.only and train_step.placement.is_split:
             raise ConfigError(
                 "weights_from.only: a model of which each rank has a part (mesh.tp, mesh.pp) "
                 "starts from all weights of another run or from none; leave it out, or set both "
@@ -271,7 +271,7 @@ def take_over(
         is_first = transport.rank == 0
         tensors, _ = receive_model(snapshot if is_first else None, train_step, model, transport, 0)
         transport.agree()
-        load_held(model, train_step.places.own, tensors)
+        load_held(model, train_step.placement.own, tensors)
     train_step.state.mark()
     train_step.watched.mark()
 
@@ -346,7 +346,7 @@ def _load(
 ) -> None:
     """Copy tensors into the model in place, since its parameters are views of one flat tensor."""
     with train_step.parameters.whole(gathered=False):
-        load_held(model, train_step.places.own, tensors)
+        load_held(model, train_step.placement.own, tensors)
     for name, buffer in train_step.state.unsaved.items():
         buffer.copy_(buffers[name])
     train_step.state.mark()

@@ -27,7 +27,7 @@ from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.hook import Hook
 from lockstep.engine.optimizer.optimizer_state import TENSOR, from_json, to_json
 from lockstep.engine.optimizer.schedule import lr_factor
-from lockstep.engine.passes.compute import LossScale, LossScaleState
+from lockstep.engine.passes.precision import LossScale, LossScaleState
 from lockstep.engine.run.progress import ALL_STEPS, Progress
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.step.train_step import TrainStep

@@ -8,18 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from lockstep.config import TrainConfig
 from lockstep.data.random import Stream, random_key
-from lockstep.engine.carry.group import DistributedCarries
 from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer
 from lockstep.engine.optimizer.schedule import Schedule
-from lockstep.engine.passes.buffers import ForwardState
-from lockstep.engine.passes.compute import LossScale
-from lockstep.engine.passes.local_steps import LocalSteps
-from lockstep.engine.passes.phases import Phases
+from lockstep.engine.passes.passes import StepParts
 from lockstep.engine.step.sums import STOP_REASONS, Header, StepResult, Summed
 from lockstep.engine.step.workspace import Workspace
-from lockstep.engine.tables.group import Tables
 
 
 class Apply:
@@ -30,40 +24,18 @@ class Apply:
             None before and after, and always where each rank alone has all state.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        phases: Phases,
-        state: ForwardState,
-        loss_scale: LossScale,
-        flat_optimizer: FlatOptimizer,
-        schedule: Schedule,
-        carries: DistributedCarries | None,
-        tables: Tables | None,
-        local: LocalSteps | None,
-    ) -> None:
+    def __init__(self, parts: StepParts, flat_optimizer: FlatOptimizer, schedule: Schedule) -> None:
         """Bind together what a step changes.
 
         Args:
-            config: config of the run.
-            phases: which optimizer each step has, where a task has several.
-            state: buffers that forward passes change.
-            loss_scale: loss scale of fp16.
+            parts: what the step works on.
             flat_optimizer: optimizer of the flat parameters.
-            schedule: learning rates of all steps.
-            carries: what microbatches carry; None if they carry nothing.
-            tables: tables whose rows are distributed; None if the model has none.
-            local: workers, whose learning rates the schedule is of; None if there are none.
+            schedule: learning rates of all steps, of the workers where there are some.
         """
-        self._config = config
-        self._phases = phases
-        self._state = state
-        self._loss_scale = loss_scale
-        self._flat_optimizer = flat_optimizer
-        self._schedule = schedule
-        self._carries = carries
-        self._tables = tables
-        self._local = local
+        self._config, self._state, self._loss_scale = parts.config, parts.state, parts.loss_scale
+        self._phases, self._local = parts.compute.phases, parts.compute.local
+        self._carries, self._tables = parts.carries, parts.tables
+        self._flat_optimizer, self._schedule = flat_optimizer, schedule
         self.summed: Summed | None = None
 
     @property
@@ -109,10 +81,14 @@ class Apply:
             self._commit_buffers(weight, summed.headers, workspace)
         # Before others can overwrite them: an interrupted all-gather may leave anything in place.
         workspace.keep_aside()
+        if self._local is None:
+            lr = self._flat_optimizer.lr(factors, phase)
+        else:
+            lr = self._local.lr(factors)
         # Set last: from here on this rank counts as one that has applied the step.
         summed.result = StepResult(
             summed.scalars,
-            self._lr(factors, phase),
+            lr,
             norm,
             # The most urgent reason of all ranks: all see the same headers, so all agree.
             max((h.stop_reason for h in summed.headers), key=STOP_REASONS.index),
@@ -120,12 +96,6 @@ class Apply:
             any(h.grows for h in summed.headers),
         )
         return summed.result
-
-    def _lr(self, factors: Sequence[float], phase: str) -> float:
-        """Learning rate that a step is reported with."""
-        if self._local is not None:
-            return self._local.lr(factors)
-        return self._flat_optimizer.lr(factors, phase)
 
     def follow(
         self, step: int, decays: int, lead: StepResult, workspace: Workspace, shares_state: bool

@@ -17,9 +17,10 @@ from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.engine.audit.constants import check_aliases
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.optimizer.choice import check_optimizer, default_optimizer
-from lockstep.engine.passes.compute import Compute, keep_compiler_out
+from lockstep.engine.passes.compute import Compute
+from lockstep.engine.passes.precision import keep_compiler_out
 from lockstep.engine.passes.stages import check_pipeline
-from lockstep.engine.placement import Places
+from lockstep.engine.placement import Placement
 from lockstep.engine.step.workspace import Workspace
 from lockstep.engine.tables.run_tables import tables_of
 from lockstep.engine.task import Task, has_carry
@@ -34,8 +35,8 @@ from lockstep.parallel.layout import Range
 class SlicedParameters:
     """Opens and closes the flat memory of parameters in slices; leaves that of others alone."""
 
-    def __init__(self, model: nn.Module, places: Places) -> None:
-        self._model, self._places = model, places
+    def __init__(self, model: nn.Module, placement: Placement) -> None:
+        self._model, self._placement = model, placement
         self._is_open = True
 
     def use(self, flat: FlatTensors, workspace: Workspace) -> None:
@@ -49,7 +50,7 @@ class SlicedParameters:
             gathered: whether they have their values, for which this is a collective of the column;
                 else only what this rank keeps of them has.
         """
-        if self._places.in_slices:
+        if self._placement.in_slices:
             for segment in range(len(self._flat.segments)):
                 (self._workspace.gather if gathered else self._workspace.open)(segment)
             self._share_ties()
@@ -57,7 +58,7 @@ class SlicedParameters:
 
     def close(self) -> None:
         """Free all but the slices that this rank keeps."""
-        if self._places.in_slices:
+        if self._placement.in_slices:
             for segment in range(len(self._flat.segments)):
                 self._flat.close(segment)
             self._share_ties()
@@ -77,11 +78,11 @@ class SlicedParameters:
 
     def slices(self) -> dict[str, Tensor]:
         """The slices that this rank keeps, by names for people; none of whole parameters."""
-        if not self._places.in_slices:
+        if not self._placement.in_slices:
             return {}
         named = {}
         for number, of_segment in enumerate(self._workspace.stepped):
-            block = f"column {self._places.column}, block {self._flat.blocks[number]}"
+            block = f"column {self._placement.column}, block {self._flat.blocks[number]}"
             for (first, last), parameters, _ in of_segment:
                 dtype = parameters.dtype
                 named[f"{block}: elements {first} to {last - 1} of {dtype}"] = parameters

@@ -1,4 +1,4 @@
-"""Doing a step again whose passes have read or changed state that they should not have."""
+"""Repeats steps whose passes may have read or changed state that they should not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Outcome(NamedTuple):
 
 
 class StepAudit:
-    """Compares a step with itself, if what its passes have left behind is suspicious.
+    """Repeats a step and compares, if its passes have left suspicious state behind.
 
     Each rank looks at its own passes. All ranks learn from the headers that one of them has a
     suspicion, and all do the step again, this time without what earlier passes had left in
@@ -60,7 +60,7 @@ class StepAudit:
         self._is_sampled = self._state.is_repeated(self._step, seconds, self._spent)
 
     def leave(self) -> None:
-        """The passes were broken off by an exception."""
+        """An exception has interrupted the passes."""
         self._passes.leave()
 
     def forget(self) -> None:

@@ -1,4 +1,4 @@
-"""What a step comes to on all ranks: sums, headers, and errors that are the same everywhere."""
+"""Sums of a step over all ranks, headers, and errors that are the same on every rank."""
 
 from __future__ import annotations
 
@@ -9,17 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.engine.carry.group import DistributedCarries
 from lockstep.engine.flat_tensors import FlatTensors
-from lockstep.engine.passes.compute import LossScale
-from lockstep.engine.passes.passes import Passes, fill
+from lockstep.engine.passes.passes import Passes, StepParts, fill
 from lockstep.engine.passes.returned import check_weight, non_finite_gradient, non_finite_loss
-from lockstep.engine.placement import Places
-from lockstep.engine.runtime import Raised, Runtime, shared_error
+from lockstep.engine.runtime import Raised, shared_error
 from lockstep.engine.step.workspace import Workspace
-from lockstep.engine.tables.group import Tables
 from lockstep.engine.task.rebuilt import Asked
-from lockstep.engine.timing import Stopwatch, Times
+from lockstep.engine.timing import Times
 from lockstep.parallel.rounds import Rounds
 
 DIRECTORY_LOST = "the run directory is gone"
@@ -38,7 +34,7 @@ class Header(NamedTuple):
     stop_reason: str
     """Reason for which this rank was asked to end, one of `STOP_REASONS`."""
     grows: bool
-    """Whether this rank knows of a new process that waits to be taken in."""
+    """Whether this rank knows of a new process that waits to join."""
     times: Times
     """Seconds that this rank has spent so far, by kind of work."""
     counters: tuple[float, ...]
@@ -95,7 +91,7 @@ class StepResult(NamedTuple):
     times: list[Times]
     """For each rank, where its time had gone when it sent its header."""
     grows: bool
-    """Whether a new process waits to be taken in, the same on all ranks."""
+    """Whether a new process waits to join, the same on all ranks."""
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> StepResult:
@@ -121,27 +117,20 @@ class Summed:
 class StepSums:
     """Sums a step's microbatches over all ranks, and makes sure that the step can be applied."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        places: Places,
-        passes: Passes,
-        loss_scale: LossScale,
-        watch: Stopwatch,
-        carries: DistributedCarries | None,
-        tables: Tables | None,
-        log_every: int,
-        asked: Asked | None,
-    ) -> None:
-        self._runtime = runtime
-        self._places = places
-        self._passes = passes
-        self._loss_scale = loss_scale
-        self._watch = watch
-        self._carries = carries
-        self._tables = tables
-        self._log_every = log_every
-        self._asked = asked
+    def __init__(self, parts: StepParts, passes: Passes, asked: Asked | None) -> None:
+        """Bind them together.
+
+        Args:
+            parts: what the step works on.
+            passes: passes of the microbatches that are summed.
+            asked: what code asks of the run's length; None if that is not watched.
+        """
+        self._runtime, self._placement, self._watch = parts.runtime, parts.placement, parts.watch
+        self._loss_scale, self._carries, self._tables = (
+            parts.loss_scale, parts.carries, parts.tables,
+        )  # fmt: skip
+        self._log_every = parts.config.log_every
+        self._passes, self._asked = passes, asked
 
     def reduce(
         self,
@@ -177,9 +166,9 @@ class StepSums:
         )
         headers, reduction = [own], workspace.reduction
         travels = runtime.transport.size > 1
-        if self._places.are_coupled:
+        if self._placement.are_coupled:
             headers = self._headers(own)
-            # Nobody sums: a column that has no failed rank would, and the others would not.
+            # No rank sums then, or a column without a failed rank would, and the others not.
             if any(h.has_failed for h in headers):
                 return headers
             travels = False
@@ -200,13 +189,13 @@ class StepSums:
         bits = 0
         for header in headers:
             bits |= header.asked
-        # Most have nothing to add in most steps, however many ranks there are.
+        # In most steps there is nothing to add.
         if bits != own.asked and self._asked is not None:
             self._asked.add_bits(bits)
 
     def _headers(self, own: Header) -> list[Header]:
         """The headers of all ranks, in a message of their own, which comes before the sums."""
-        world, packed = self._places.world, own.pack()
+        world, packed = self._placement.world, own.pack()
         values = torch.empty(len(packed), dtype=torch.float64, device=self._runtime.device)
         fill(values, packed)
         everyone = values.new_empty(world.size * len(values))
@@ -235,14 +224,14 @@ class StepSums:
     ) -> None:
         """Turn what went wrong on any rank into the same error on all."""
         if any(h.has_failed for h in headers):
-            # A backward pass that was broken off has left gradients and hooks' work half done.
+            # An interrupted backward pass has left partial gradients and half-finished hooks.
             self._passes.restart()
             failure = shared_error(self._runtime.transport, error)
             assert failure is not None
             raise failure
-        # The sum tells of any microbatch: NaN and infinity do not cancel in it.
+        # One check of the sum covers all microbatches: NaN and infinity do not cancel.
         if not math.isfinite(scalars[0]):
-            is_divided = self._places.is_split or self._places.in_slices
+            is_divided = self._placement.is_split or self._placement.in_slices
             losses = self._passes.losses
             raise non_finite_loss(self._runtime.transport, step, losses, is_divided)
         check_weight(scalars[1], step)

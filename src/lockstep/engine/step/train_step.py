@@ -23,11 +23,11 @@ from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer, unequal_sett
 from lockstep.engine.optimizer.optimizer_state import OptimizerState
 from lockstep.engine.optimizer.schedule import Schedule
 from lockstep.engine.passes.block_storage import BlockStorage
-from lockstep.engine.passes.block_storage import Moment as StorageMoment
 from lockstep.engine.passes.buffers import ForwardState
-from lockstep.engine.passes.compute import Compute, LossScale
-from lockstep.engine.passes.passes import Passes
-from lockstep.engine.placement import Places
+from lockstep.engine.passes.compute import Compute
+from lockstep.engine.passes.passes import Passes, StepParts
+from lockstep.engine.passes.precision import LossScale
+from lockstep.engine.placement import Placement
 from lockstep.engine.runtime import Raised, Runtime
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.step.apply import Apply
@@ -58,7 +58,7 @@ class TrainStep:
         watch: stopwatch of compute, communication, data and checkpoints.
         parameters: parameters in slices, and all of them for a while.
         workspace: ranges, gradients and reduction of this rank in the present group.
-        places: place of each rank on the mesh.
+        placement: where each rank is on the mesh.
         sharded: whether the optimizer is sharded.
         with_buddy: whether each rank steps the slice of the rank before it too.
         carries: what microbatches carry from step to step; None if they carry nothing.
@@ -76,25 +76,19 @@ class TrainStep:
         state: ForwardState,
         constants: Constants,
         optimizer: torch.optim.Optimizer,
-        places: Places,
+        placement: Placement,
         total_steps: int,
         pass_state: PassState,
         order_digest: Callable[[int], int],
         first_agreed: Sequence[Tensor] = (),
     ) -> None:
-        self._runtime = runtime
-        self.places = places
-        self._config = config
-        self._model = model
+        self._runtime, self._config, self._model = runtime, config, model
+        self.placement, self.task_state, self.watched = placement, task_state, compute.watched
         self.sharded = config.shards_optimizer
         self.with_buddy = self.sharded and config.optimizer.buddy and runtime.transport.can_regroup
-        self.task_state = task_state
-        self.watched = compute.watched
-        self.flat = flat
-        self.state = state
+        self.flat, self.state, self._local = flat, state, compute.local
         self.loss_scale = LossScale(config.precision)
-        self._local = compute.local
-        self.watch = Stopwatch(places.world.traffic)
+        self.watch = Stopwatch(placement.world.traffic)
         self._constants = constants
         self._audit = StepAudit(runtime, pass_state)
         self._order_digest = order_digest
@@ -102,41 +96,25 @@ class TrainStep:
         if config.shards_gradients:
             give_back_large()
         if config.shards_gradients and isinstance(model, Pipeline):
-            self._storage = BlockStorage(model, places, self._at)
+            self._storage = BlockStorage(
+                model, placement, lambda moment: runtime.at(moment, placement.step)
+            )
         self.carries, self._leaf_states = distributed_carries(
-            runtime, config, places, flat, first_agreed, compute.has_carry
+            runtime, config, placement, flat, first_agreed, compute.has_carry
         )
         self.tables: Tables | None = None
         if compute.lookups.tables:
-            self.tables = Tables(runtime, config, places, compute.lookups.tables, total_steps)
-        self._passes = Passes(
-            runtime,
-            model,
-            compute,
-            flat,
-            state,
-            places,
-            self.loss_scale,
-            self.watch,
-            self.carries if compute.has_carry else None,
-            self.tables,
-            self._storage,
-        )
-        self._sums = StepSums(
-            runtime,
-            places,
-            self._passes,
-            self.loss_scale,
-            self.watch,
-            self.carries,
-            self.tables,
-            config.log_every,
-            asked_of(task_state.task.config),
-        )
-        self.parameters = SlicedParameters(model, places)
-        if places.in_slices:
+            self.tables = Tables(runtime, config, placement, compute.lookups.tables, total_steps)
+        parts = StepParts(
+            runtime, config, model, compute, state, placement, self.loss_scale, self.watch,
+            self.carries, self.tables, self._storage,
+        )  # fmt: skip
+        self._passes = Passes(parts, flat)
+        self._sums = StepSums(parts, self._passes, asked_of(task_state.task.config))
+        self.parameters = SlicedParameters(model, placement)
+        if placement.in_slices:
             flat.renew()
-        self.workspace = self._lay_out(places.mesh.microbatches)
+        self.workspace = self._lay_out(placement.mesh.microbatches)
         self.flat_optimizer = FlatOptimizer(
             optimizer, flat, self.workspace.stepped, self.shares_state
         )
@@ -144,106 +122,7 @@ class TrainStep:
         self.schedule = Schedule(
             task_state.task, config.schedule, total_steps, self.flat_optimizer.num_groups
         )
-        self._apply = Apply(
-            config,
-            compute.phases,
-            state,
-            self.loss_scale,
-            self.flat_optimizer,
-            self.schedule,
-            self.carries,
-            self.tables,
-            compute.local,
-        )
-
-    def give_up(self) -> None:
-        """Forget what an interrupted step has changed beside the committed state.
-
-        What this rank has applied stays.
-        """
-        self._passes.restart()
-        self._audit.forget()
-        if self.tables is not None:
-            self.tables.take_back()
-        if self.applied is not None:
-            self.workspace.put_back()
-        self.parameters.open()
-
-    def _at(self, moment: StorageMoment) -> None:
-        self._runtime.at(moment, self.places.step)
-
-    def mend(self) -> None:
-        """Go on in the same group after a failure that all ranks have noticed; a collective."""
-        self._passes.restart()  # the failure may have been in an evaluation
-        self.places.mend()
-        self.workspace.use(self.places.storage)
-
-    def deal_out(
-        self,
-        ranges: Sequence[Assigned],
-        state: OptimizerState | None = None,
-    ) -> None:
-        """Go on with other microbatches, or in another group; an interrupted step is given up.
-
-        Args:
-            ranges: microbatches of each rank.
-            state: whole state of the optimizer if it is sharded and the group is another one.
-        """
-        self._apply.summed = None
-        self._audit.forget()
-        self.workspace = self._lay_out(ranges)
-        if state is not None:
-            self.flat_optimizer.own(self.workspace.stepped)
-            self.flat_optimizer.load_state(state)
-        self.flat_optimizer.bind(self.workspace.stepped)
-        self.parameters.close()
-
-    def begin_anew(self, ranges: Sequence[Assigned]) -> None:
-        """Forget an interrupted step and all state of the optimizer; a checkpoint must be restored.
-
-        Args:
-            ranges: microbatches of each rank.
-        """
-        self.give_up()
-        self._apply.summed = None
-        self.workspace = self._lay_out(ranges)
-        self.flat_optimizer.own(self.workspace.stepped)
-        self.flat_optimizer.bind(self.workspace.stepped)
-        self.parameters.close()
-
-    def take_place(self) -> None:
-        """Hold the shards of this rank's place on the mesh; `deal_out` must follow.
-
-        Parameters and optimizer state of shards that were not held have no content yet.
-        """
-        own = self.places.own
-        self.flat = self.flat.restricted(own)
-        keep(self._model, own)
-        self._passes.use(self.flat)
-        self._constants.watch_anew()
-        self._apply.summed = None
-        self.workspace = self._lay_out(self.places.mesh.microbatches)
-        self.flat_optimizer.move(self.flat, self.workspace.stepped)
-
-    def _lay_out(self, ranges: Sequence[Assigned]) -> Workspace:
-        workspace = Workspace(
-            self._runtime,
-            self._config,
-            self.flat,
-            self.state,
-            self.places,
-            ranges,
-            num_scalars=self._passes.num_scalars,
-            num_header=num_values(self.state.num_counters),
-            with_buddy=self.with_buddy,
-            leaf_states=self._leaf_states,
-        )
-        self.parameters.use(self.flat, workspace)
-        if self.tables is not None:
-            self.tables.use(self.places.of_column(ranges))
-        if self._storage is not None:
-            self._storage.use(self.flat, workspace)
-        return workspace
+        self._apply = Apply(parts, self.flat_optimizer, self.schedule)
 
     def run(self, step: int, decays: int, batches: Iterator[Any]) -> StepResult:
         """Compute this rank's microbatches, sum over all ranks, step the parameters.
@@ -261,64 +140,14 @@ class TrainStep:
         """
         watch = self.watch
         watch.start()
-        self._apply.summed = None
-        self._passes.begin(step)
-        self.workspace.reduction.restart()
-        if self.carries is not None:
-            self.carries.begin()
+        self._begin(step)
         if self.tables is not None:
             batches = self._passes.look_up(step, self.workspace.microbatches, batches)
-        factors: list[float] = []
-        error: Raised | None = None
-        try:
-            # A task's own schedule may raise an exception: here, where all ranks hear of it.
-            factors = self.schedule.factors(step, decays)
-            if self._local is not None:
-                self._local.factors = factors
-            self.places.refresh()
-            self._constants.mark(step)
-            self._audit.begin(step)
-            self._passes.run(step, self.workspace.passes, batches, self.workspace.leaves)
-            self._audit.end()
-            self._constants.check(f"step {step}")
-        except (Exception, SystemExit) as caught:
-            # Not raised here: the other ranks are about to enter the reduction, and would wait in
-            # it for this one. The header tells them, and all raise the same error.
-            error = caught
-            self._audit.leave()
-            if self.places.are_coupled and not self._runtime.transport.can_regroup:
-                raise  # others wait for this rank, and only its end wakes them
-            self.places.give_up()  # or they would wait for this rank
+        factors, error = self._compute(step, decays, batches)
         self._runtime.at("reduce", step)
-        settings = order = 0
-        if self._runtime.transport.size > 1:
-            settings, order = self.flat_optimizer.settings(factors), self._order_digest(step)
-        headers = self._sums.reduce(
-            step, self.workspace, error, self._audit.is_suspicious, settings, order
-        )
-        self._runtime.at("reduced", step)
-        scalars = self.workspace.reduction.total.scalars.tolist()
-        # Before anything is stepped: an error leaves parameters as after the step before.
-        self._audit.check_failed(headers)
-        self._sums.check(step, error, headers, scalars)
-        if len(headers) > 1:
-            self._check_settings(step, headers, factors)
-        self._audit.check(headers, scalars, self.workspace)
-        summed = Summed(scalars, headers)
-        if self.sharded:
-            self.workspace.exchange_slices()
-        if self.carries is not None:
-            self.carries.send_copies(step, [header.carry_length for header in headers])
-            watch.communication_s += watch.lap()
-        if self.tables is not None:
-            self.tables.reduce(step)
-            watch.communication_s += watch.lap()
-        self.workspace.spread_buffers()
-        if self.shares_state or self.tables is not None:
-            # From here on each rank holds what it takes to apply this step. Should one die, the
-            # others can follow (`follow`), whichever of them had applied it.
-            self._apply.summed = summed
-        norm = self._sums.norm(step, scalars[1], self.workspace, self.flat)
+        summed = self._sum(step, factors, error)
+        self._share(step, summed)
+        norm = self._sums.norm(step, summed.scalars[1], self.workspace, self.flat)
         self._runtime.at("optimizer", step)
         result = self._apply.step(step, decays, factors, summed, norm, self.workspace)
         if self.sharded:
@@ -327,9 +156,83 @@ class TrainStep:
             self.workspace.gather_parameters()
             self._runtime.at("gathered", step)
             watch.communication_s += watch.lap()
+        # All ranks have the step now, so none has to follow another one.
         self._apply.summed = None
         watch.compute_s += watch.lap()
         return result
+
+    def _begin(self, step: int) -> None:
+        """Forget what is left of the step before, or of another try of this one."""
+        self._apply.summed = None
+        self._passes.begin(step)
+        self.workspace.reduction.restart()
+        if self.carries is not None:
+            self.carries.begin()
+
+    def _compute(
+        self, step: int, decays: int, batches: Iterator[Any]
+    ) -> tuple[list[float], Raised | None]:
+        """Compute this rank's microbatches; the factors of learning rates, and what was raised."""
+        factors: list[float] = []
+        try:
+            # A task's own schedule may raise an exception: here, where all ranks learn of it.
+            factors = self.schedule.factors(step, decays)
+            if self._local is not None:
+                self._local.factors = factors
+            self.placement.refresh()
+            self._constants.mark(step)
+            self._audit.begin(step)
+            self._passes.run(step, self.workspace.passes, batches, self.workspace.leaves)
+            self._audit.end()
+            self._constants.check(f"step {step}")
+        except (Exception, SystemExit) as error:
+            # Not raised here: the other ranks are about to enter the reduction, and would wait in
+            # it for this one. The header carries the error, and all ranks raise the same one.
+            self._audit.leave()
+            if self.placement.are_coupled and not self._runtime.transport.can_regroup:
+                raise  # others wait for this rank inside the step, and only its end wakes them
+            self.placement.give_up()  # wakes those that wait for this rank inside the step
+            return factors, error
+        return factors, None
+
+    def _sum(self, step: int, factors: Sequence[float], error: Raised | None) -> Summed:
+        """Sum over all ranks, and make sure that the step may be applied; a collective.
+
+        Nothing was stepped yet: an error leaves parameters as they are after the step before.
+        """
+        settings = order = 0
+        if self._runtime.transport.size > 1:
+            settings, order = self.flat_optimizer.settings(factors), self._order_digest(step)
+        headers = self._sums.reduce(
+            step, self.workspace, error, self._audit.is_suspicious, settings, order
+        )
+        self._runtime.at("reduced", step)
+        scalars = self.workspace.reduction.total.scalars.tolist()
+        self._audit.check_failed(headers)
+        self._sums.check(step, error, headers, scalars)
+        if len(headers) > 1:
+            self._check_settings(step, headers, factors)
+        self._audit.check(headers, scalars, self.workspace)
+        return Summed(scalars, headers)
+
+    def _share(self, step: int, summed: Summed) -> None:
+        """Give every rank what it takes to apply the step, also without those that die now."""
+        watch = self.watch
+        if self.sharded:
+            # A buddy steps its copy of the slice itself: a gradient is less to send than the
+            # parameters and state of an optimizer, and no older version need be kept.
+            self.workspace.exchange_slices()
+        if self.carries is not None:
+            self.carries.send_copies(step, [header.carry_length for header in summed.headers])
+            watch.communication_s += watch.lap()
+        if self.tables is not None:
+            self.tables.reduce(step)
+            watch.communication_s += watch.lap()
+        self.workspace.spread_buffers()
+        if self.shares_state or self.tables is not None:
+            # Should a rank die from here on, the others can apply the step (`follow`), whichever of
+            # them had applied it.
+            self._apply.summed = summed
 
     def _check_settings(
         self, step: int, headers: Sequence[Header], factors: Sequence[float]
@@ -348,29 +251,111 @@ class TrainStep:
             )
             raise shared(TaskError(f"step {step}: {unequal_settings(everyone)}"))
 
-    def check_modules(self) -> None:
-        """Make sure that the model has the tensors that are trained and saved, and no others.
-
-        Raises:
-            TaskError: naming one that is another.
-        """
-        self._constants.check_identity(f"step {self.places.step}")
-
-    @property
-    def shares_state(self) -> bool:
-        """Whether no rank alone has all parameters and all state of the optimizer."""
-        return self.sharded or self.places.is_split
-
-    @property
-    def is_streamed(self) -> bool:
-        """Whether whole tensors come together one at a time only, on all ranks of one column."""
-        return self.places.are_coupled and not self.places.is_split
-
     @property
     def applied(self) -> StepResult | None:
         """The result of an interrupted step that this rank has applied, if it has; so all must."""
         return self._apply.result
 
     def follow(self, step: int, decays: int, lead: StepResult) -> None:
-        """Apply an interrupted step that another rank has applied, as far as this one has to."""
+        """Apply an interrupted step that another rank has applied, if this rank alone can."""
         self._apply.follow(step, decays, lead, self.workspace, self.shares_state)
+
+    def give_up(self) -> None:
+        """Undo what an interrupted step has changed beside the committed state.
+
+        What this rank has applied stays.
+        """
+        self._passes.restart()
+        self._audit.forget()
+        if self.tables is not None:
+            self.tables.take_back()
+        if self.applied is not None:
+            self.workspace.put_back()
+        self.parameters.open()
+
+    def repair(self) -> None:
+        """Go on in the same group after a failure that all ranks have noticed; a collective."""
+        self._passes.restart()  # the failure may have been in an evaluation
+        self.placement.repair()
+        self.workspace.use(self.placement.storage)
+
+    def assign(self, ranges: Sequence[Assigned], state: OptimizerState | None = None) -> None:
+        """Go on with other microbatches, or in another group; an interrupted step is given up.
+
+        Args:
+            ranges: microbatches of each rank.
+            state: whole state of the optimizer if it is sharded and the group is another one.
+        """
+        self._audit.forget()
+        self._rebind(ranges, is_reset=state is not None)
+        if state is not None:
+            self.flat_optimizer.load_state(state)
+
+    def reset(self, ranges: Sequence[Assigned]) -> None:
+        """Forget an interrupted step and all state of the optimizer; a checkpoint must be restored.
+
+        Args:
+            ranges: microbatches of each rank.
+        """
+        self.give_up()
+        self._rebind(ranges, is_reset=True)
+
+    def _rebind(self, ranges: Sequence[Assigned], is_reset: bool) -> None:
+        self._apply.summed = None
+        self.workspace = self._lay_out(ranges)
+        if is_reset:
+            self.flat_optimizer.own(self.workspace.stepped)
+        self.flat_optimizer.bind(self.workspace.stepped)
+        self.parameters.close()
+
+    def move(self) -> None:
+        """Take the shards of this rank's position on the mesh; `assign` must follow.
+
+        Parameters and optimizer state of shards that were not held have no content yet.
+        """
+        own = self.placement.own
+        self.flat = self.flat.restricted(own)
+        keep(self._model, own)
+        self._passes.use(self.flat)
+        self._constants.watch_anew()
+        self._apply.summed = None
+        self.workspace = self._lay_out(self.placement.mesh.microbatches)
+        self.flat_optimizer.move(self.flat, self.workspace.stepped)
+
+    def _lay_out(self, ranges: Sequence[Assigned]) -> Workspace:
+        workspace = Workspace(
+            self._runtime,
+            self._config,
+            self.flat,
+            self.state,
+            self.placement,
+            ranges,
+            num_scalars=self._passes.num_scalars,
+            num_header=num_values(self.state.num_counters),
+            with_buddy=self.with_buddy,
+            leaf_states=self._leaf_states,
+        )
+        self.parameters.use(self.flat, workspace)
+        if self.tables is not None:
+            self.tables.use(self.placement.of_column(ranges))
+        if self._storage is not None:
+            self._storage.use(self.flat, workspace)
+        return workspace
+
+    def check_modules(self) -> None:
+        """Make sure that the model has the tensors that are trained and saved, and no others.
+
+        Raises:
+            TaskError: naming one that is another.
+        """
+        self._constants.check_identity(f"step {self.placement.step}")
+
+    @property
+    def shares_state(self) -> bool:
+        """Whether no rank alone has all parameters and all state of the optimizer."""
+        return self.sharded or self.placement.is_split
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether whole tensors come together one at a time only, on all ranks of one column."""
+        return self.placement.are_coupled and not self.placement.is_split

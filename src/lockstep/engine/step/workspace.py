@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from typing import Any
 
 import torch
 
 from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.config import TrainConfig
+from lockstep.engine.faults import Moment
 from lockstep.engine.flat_tensors import FlatTensors, Slice
 from lockstep.engine.passes.buffers import ForwardState
-from lockstep.engine.placement import Places
+from lockstep.engine.placement import Placement
 from lockstep.engine.runtime import Runtime
 from lockstep.parallel.compression.reduction import (
     CompressedReduction,
@@ -35,7 +37,7 @@ from lockstep.parallel.rounds import Rounds
 
 
 class Workspace:
-    """Laid out anew when the group or the microbatches of its ranks change.
+    """Memory and plan of a step; rebuilt when the group or the assignment of microbatches changes.
 
     Attributes:
         microbatches: microbatches that this rank computes; those of rounds that it has none in are
@@ -55,7 +57,7 @@ class Workspace:
         config: TrainConfig,
         flat: FlatTensors,
         state: ForwardState,
-        places: Places,
+        placement: Placement,
         ranges: Sequence[Assigned],
         *,
         num_scalars: int,
@@ -70,7 +72,7 @@ class Workspace:
             config: config of the run.
             flat: trainable parameters in flat memory, all of it.
             state: buffers that forward passes change.
-            places: place of each rank on the mesh.
+            placement: where each rank is on the mesh.
             ranges: microbatches of each rank.
             num_scalars: number of float64 sums beside the gradient.
             num_header: number of float64 values in a header.
@@ -78,66 +80,67 @@ class Workspace:
             leaf_states: what compression keeps from step to step; None if gradients travel as they
                 are.
         """
-        self._transport = places.storage
-        self._places = places
+        self._transport = placement.storage
+        self._placement = placement
         self._flat = flat
         self._sharded = config.shards_optimizer
         self._in_slices = config.shards_parameters
         rank = self._transport.rank
-        in_column = places.of_column(ranges)
-        self.microbatches = places.mesh.rounds(in_column[rank])
-        self.passes = places.passes(self.microbatches)
+        in_column = placement.of_column(ranges)
+        self.microbatches = placement.mesh.rounds(in_column[rank])
+        self.passes = placement.passes(self.microbatches)
         segments = [*flat.segments, *state.flat.segments]
-        tensors = [*flat.places, *state.flat.places]
+        specs = [*flat.specs, *state.flat.specs]
+        about: dict[str, Any] = {
+            "num_scalars": num_scalars,
+            "num_microbatches": config.num_microbatches,
+            "device": runtime.device,
+            "bucket_bytes": config.bucket_bytes,
+        }
+
+        def at(moment: Moment) -> None:
+            runtime.at(moment, placement.step)
+
         self.reduction: OrderedReduction | Rounds | CompressedReduction
         if config.shards_gradients:
             self.reduction = Rounds(
                 self._transport,
                 segments,
-                tensors,
-                num_scalars=num_scalars,
-                num_microbatches=config.num_microbatches,
-                num_replicas=len(places.mesh.replicas),
-                device=runtime.device,
-                bucket_bytes=config.bucket_bytes,
-                order=_last_block_first(flat, len(segments), places.late_blocks),
+                specs,
+                num_replicas=len(placement.mesh.replicas),
+                order=_last_block_first(flat, len(segments), placement.late_blocks),
+                **about,
             )
         elif leaf_states is not None:
             summed = Summed(
                 self._transport,
                 flat.segments,
-                flat.places,
+                flat.specs,
                 state.flat.segments,
-                state.flat.places,
-                num_scalars=num_scalars,
+                state.flat.specs,
                 num_header=num_header,
-                num_microbatches=config.num_microbatches,
                 ranges=in_column,
-                device=runtime.device,
-                bucket_bytes=config.bucket_bytes,
                 feeds_back=config.compression.error_feedback,
                 states=leaf_states,
-                at=lambda moment: runtime.at(moment, places.step),
+                **about,
+                at=at,
             )
-            about = config.compression
-            self.reduction = compressed_reduction(summed, about.name, about.ratio, about.rank)
+            kind = config.compression
+            self.reduction = compressed_reduction(summed, kind.name, kind.ratio, kind.rank)
         else:
             self.reduction = OrderedReduction(
                 self._transport,
                 segments,
-                tensors,
-                num_scalars=num_scalars,
+                specs,
                 num_header=num_header,
-                num_microbatches=config.num_microbatches,
                 ranges=in_column,
-                device=runtime.device,
-                bucket_bytes=config.bucket_bytes,
                 gather=not self._sharded,
                 shares_memory=config.exchange != "messages",
                 is_one_host=runtime.is_one_host,
-                hosts=places.hosts,
+                hosts=placement.hosts,
                 is_measured=config.exchange == "auto",
-                at=lambda moment: runtime.at(moment, places.step),
+                **about,
+                at=at,
             )
         self.leaves: LeafSums = (
             self.reduction if isinstance(self.reduction, Rounds) else self.reduction.fold
@@ -146,7 +149,7 @@ class Workspace:
         self.slices = self.reduction.slices[:num_segments]
         self._buffer_slices = self.reduction.slices[num_segments:]
         self._buffer_entries = [
-            [(e, places.unit_of(e.name)) for e in state.flat.entries if e.segment == s]
+            [(e, placement.unit_of(e.name)) for e in state.flat.entries if e.segment == s]
             for s in range(len(state.flat.segments))
         ]
         self.buffer_sums = self.reduction.total.segments[num_segments:]
@@ -156,12 +159,13 @@ class Workspace:
         self._blocks = [in_blocks(of_segment[0].gradient) for of_segment in self.stepped]
         self._with_buddy = with_buddy and self._transport.size > 1
         self.every_slice = [own for of_segment in self.stepped for own in of_segment]
+        # Parameters in slices have memory of their own, which no gather overwrites.
         keeps_aside = with_buddy and not self._in_slices
         self._spares = [torch.empty_like(own.parameters) for own in self.every_slice if keeps_aside]
         self.take_slices()
         parts = [NormPart(flat.segments[p.segment].dtype, *p) for p in flat.parts]
-        holders = {part.unit: places.lowest_rank(part.unit) for part in flat.parts}
-        self._norms = ScatteredNorms(parts, holders, places.world.rank)
+        holders = {part.unit: placement.lowest_rank(part.unit) for part in flat.parts}
+        self._norms = ScatteredNorms(parts, holders, placement.world.rank)
 
     def _stepped(self, segment: int, rank: int, with_buddy: bool) -> list[Slice]:
         """The slices of a segment that this rank steps, and the memory of each."""
@@ -172,6 +176,7 @@ class Workspace:
         made = []
         for number, (first, last) in enumerate(ranges):
             parameters = flat.new_empty(last - first) if self._in_slices else flat[first:last]
+            # Rounds sum into memory of this rank's slice; other reductions into whole segments.
             gradient = total
             if not isinstance(self.reduction, Rounds):
                 gradient = total[first:last]
@@ -211,26 +216,27 @@ class Workspace:
 
     def norm(self) -> float:
         """The norm of the summed gradient; a collective if sharded or split."""
-        if not (self._sharded or self._places.is_split):
+        # Every rank has all blocks then, and computes the same number without a message.
+        if not (self._sharded or self._placement.is_split):
             return global_norm(self._blocks)
         norms = [block_norms(blocks) for blocks in self._blocks]
         if self._sharded:
             own = [of_segment[0].gradient for of_segment in self.stepped]
             norms = sharded_block_norms(self._transport, own, self.slices)
-        world = self._places.world if self._places.is_split else LocalTransport()
+        world = self._placement.world if self._placement.is_split else LocalTransport()
         return combined(self._norms.gather(world, norms, self._flat.holds))
 
     def spread_scalars(self) -> None:
         """Send every rank the sums of loss and metrics, which the last stage has; a collective."""
-        if self._places.are_staged:
-            self._places.world.broadcast(self.reduction.total.scalars, self._places.scoring)
+        if self._placement.are_staged:
+            self._placement.world.broadcast(self.reduction.total.scalars, self._placement.scoring)
 
     def spread_buffers(self) -> None:
         """Send every rank the sums of all buffers; a collective if sharded or in stages.
 
         What changes a buffer is computed by the stage of its block; every rank keeps all buffers.
         """
-        places = self._places
+        placement = self._placement
         if self._sharded:
             own = self.reduction.total.segments[len(self.slices) :]
             for sums, total, slices in zip(self.buffer_sums, own, self._buffer_slices, strict=True):
@@ -238,14 +244,15 @@ class Workspace:
                     first, last = slices[self._transport.rank]
                     sums[first:last] = total
                 gather_slices(self._transport, sums, slices)
-        if not places.are_staged:
+        if not placement.are_staged:
             return
         for sums, entries in zip(self.buffer_sums, self._buffer_entries, strict=True):
-            for column in range(0, places.mesh.num_columns, places.mesh.tp):
+            for column in range(0, placement.mesh.num_columns, placement.mesh.tp):
+                # A copy, since this rank's own sums are sent to the others later.
                 of_stage = sums.clone()
-                places.world.broadcast(of_stage, places.mesh.members(column)[0])
+                placement.world.broadcast(of_stage, placement.mesh.members(column)[0])
                 for entry, unit in entries:
-                    if places.held_by(column).has(unit):
+                    if placement.held_by(column).has(unit):
                         own_part = entry.range.slice
                         sums[own_part] = of_stage[own_part]
 
@@ -272,12 +279,12 @@ class Workspace:
                 gather_slices(self._transport, flat, slices)
 
     def keep_aside(self) -> None:
-        """Keep a copy of the slices just stepped, if a buddy is to have them."""
+        """Keep a copy of the slices just stepped, for `put_back`, where there are buddies."""
         for own, spare in zip(self.every_slice, self._spares, strict=False):
             spare.copy_(own.parameters)
 
     def put_back(self) -> None:
-        """Undo what an interrupted `gather_parameters` has done to the slices of this rank."""
+        """Restore the slices of this rank after an interrupted `gather_parameters`."""
         for own, spare in zip(self.every_slice, self._spares, strict=False):
             own.parameters.copy_(spare)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lockstep.config import TrainConfig
 from lockstep.engine.optimizer.schedule import lr_factor
-from lockstep.engine.placement import Places
+from lockstep.engine.placement import Placement
 from lockstep.engine.runtime import Raised, Runtime, everywhere, shared_error
 from lockstep.engine.tables import exchange as messages
 from lockstep.engine.tables.exchange import SomeRankFailed
@@ -41,7 +41,7 @@ class Tables(HeldTables):
         self,
         runtime: Runtime,
         config: TrainConfig,
-        places: Places,
+        placement: Placement,
         tables: Mapping[str, SparseEmbedding],
         total_steps: int,
     ) -> None:
@@ -50,11 +50,11 @@ class Tables(HeldTables):
         Args:
             runtime: the group of ranks.
             config: config of the run.
-            places: place of each rank on the mesh.
+            placement: where each rank is on the mesh.
             tables: modules by name.
             total_steps: number of steps of the whole run.
         """
-        super().__init__(runtime, config, places, tables)
+        super().__init__(runtime, config, placement, tables)
         self._total_steps = total_steps
         self._fetched: dict[int, AllFetched] = {}
 
@@ -78,7 +78,7 @@ class Tables(HeldTables):
             wanted = find()
         except (Exception, SystemExit) as caught:
             error = caught
-        world = self._places.world
+        world = self._placement.world
         self._runtime.at("lookup", step)
         for dealt in self.each:
             dealt.begin(self._microbatches[world.rank])
@@ -106,7 +106,7 @@ class Tables(HeldTables):
         Raises:
             GroupBroken: on all ranks, none of which then goes on from this step.
         """
-        world = self._places.world
+        world = self._placement.world
         self.take_back()
         self._runtime.at("rows", step)
         num = self._config.num_microbatches
@@ -119,7 +119,7 @@ class Tables(HeldTables):
     def norm(self) -> float:
         """The norm of all summed gradients of rows; a collective."""
         own = torch.cat([dealt.norms() for dealt in self.each])
-        world = self._places.world
+        world = self._placement.world
         # Their number with the first ones, since more messages take longer than more bytes.
         first = torch.zeros(1 + _AT_ONCE, dtype=torch.float64)
         first[0], first[1 : 1 + len(own)] = len(own), own[:_AT_ONCE]
@@ -179,7 +179,7 @@ class Tables(HeldTables):
         Raises:
             LockstepError: a batch could not be had or used on some rank; on all ranks.
         """
-        world, waiting = self._places.world, iter(batches)
+        world, waiting = self._placement.world, iter(batches)
         error: Raised | None = None
         while True:
 
@@ -197,19 +197,19 @@ class Tables(HeldTables):
                 if found is not None:
                     use(*found[0], fetched[0])
                 else:
-                    self._places.turns.skip_forward()
+                    self._placement.turns.skip_forward()
             except (Exception, SystemExit) as caught:
-                if self._places.are_coupled and not self._runtime.transport.can_regroup:
+                if self._placement.are_coupled and not self._runtime.transport.can_regroup:
                     raise  # others wait for this rank, and only its end wakes them
                 # Not raised here: the others are about to lend, and would wait for this one.
                 error = caught
-                self._places.give_up()
+                self._placement.give_up()
         self.take_back()
 
     def _fetched_by(
         self, wanted: Sequence[Wanted], trains: bool, has_failed: bool = False
     ) -> list[AllFetched]:
         by_table = [[of[dealt.name] for of in wanted] for dealt in self.each]
-        rows = messages.fetch(self._places.world, self.each, by_table, trains, has_failed)
+        rows = messages.fetch(self._placement.world, self.each, by_table, trains, has_failed)
         names = [dealt.name for dealt in self.each]
         return [dict(zip(names, each, strict=True)) for each in zip(*rows, strict=True)]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lockstep.config import TrainConfig
 from lockstep.config.parsing import shown
-from lockstep.engine.placement import Places
+from lockstep.engine.placement import Placement
 from lockstep.engine.runtime import Runtime, everywhere
 from lockstep.engine.step.memory import check_table_memory
 from lockstep.engine.tables.exchange import Described, deal
@@ -134,7 +134,7 @@ class HeldTables:
         self,
         runtime: Runtime,
         config: TrainConfig,
-        places: Places,
+        placement: Placement,
         tables: Mapping[str, SparseEmbedding],
     ) -> None:
         """Deal them out; their rows are as they are before the first step, but for joining ranks.
@@ -142,17 +142,17 @@ class HeldTables:
         Args:
             runtime: the group of ranks.
             config: config of the run.
-            places: place of each rank on the mesh.
+            placement: where each rank is on the mesh.
             tables: modules by name.
         """
-        self._runtime, self._config, self._places = runtime, config, places
+        self._runtime, self._config, self._placement = runtime, config, placement
         self.each = [DistributedTable(n, t, config.num_microbatches) for n, t in tables.items()]
         for dealt in self.each:
             dealt.table.is_distributed = True
             dealt.table.weight = None
             dealt.table.fetch(None)
         if not runtime.transport.is_joining:
-            everywhere(places.world, self._check)
+            everywhere(placement.world, self._check)
             self.start()
 
     def _check(self) -> None:
@@ -161,7 +161,7 @@ class HeldTables:
             check_row_optimizer(dealt.name, dealt.table)
         sizes = {d.name: 4 * d.table.num_rows * sum(widths(d.table).values()) for d in self.each}
         with_buddy, device = len(self._shifts) > 1, self._runtime.device
-        check_table_memory(sizes, self._places.world.size, with_buddy, device)
+        check_table_memory(sizes, self._placement.world.size, with_buddy, device)
 
     def start(self) -> None:
         """Hold the rows of this rank as they are before the first step."""
@@ -180,7 +180,7 @@ class HeldTables:
         Raises:
             GroupBroken: on all ranks, which hold what they held.
         """
-        world = self._places.world
+        world = self._placement.world
         everyone = [
             [Described(*held) for held in theirs]
             for theirs in world.gather_json([self._described(dealt) for dealt in self.each])
@@ -206,7 +206,7 @@ class HeldTables:
 
     def streamed(self) -> StreamedTables:
         """All rows, as files of a checkpoint."""
-        return StreamedTables(self._places.world, self.each)
+        return StreamedTables(self._placement.world, self.each)
 
     def load(self, folder: Path | None) -> None:
         """Hold the rows of a checkpoint that fits; a collective.
@@ -223,7 +223,7 @@ class HeldTables:
                 Part.empty(dealt.table, self._layout(dealt), owner, self._runtime.device)
                 for owner in self._owners
             ]
-        load_tables(self._places.world, self.each, folder)
+        load_tables(self._placement.world, self.each, folder)
 
     @contextmanager
     def borrowed(self, folder: Path | None) -> Iterator[None]:
@@ -249,7 +249,7 @@ class HeldTables:
     def digest(self) -> str:
         """SHA-256 of all rows and what is kept of them; a collective."""
         own = [f"{dealt.parts[0].digest():x}" for dealt in self.each]
-        everyone = self._places.world.gather_json(own)
+        everyone = self._placement.world.gather_json(own)
         sha = hashlib.sha256()
         for dealt, numbers in zip(self.each, zip(*everyone, strict=True), strict=True):
             total = sum(int(number, 16) for number in numbers) % 2**256
@@ -257,15 +257,15 @@ class HeldTables:
         return sha.hexdigest()
 
     def _layout(self, dealt: DistributedTable) -> RowLayout:
-        return RowLayout(dealt.table.num_rows, self._places.world.size)
+        return RowLayout(dealt.table.num_rows, self._placement.world.size)
 
     @property
     def _shifts(self) -> list[int]:
         """How many ranks before a rank those are whose rows it holds: itself, and its neighbour."""
-        can_regroup = self._runtime.transport.can_regroup and self._places.world.size > 1
+        can_regroup = self._runtime.transport.can_regroup and self._placement.world.size > 1
         return [0, 1] if self._config.tables.buddy and can_regroup else [0]
 
     @property
     def _owners(self) -> list[int]:
-        world = self._places.world
+        world = self._placement.world
         return [(world.rank - shift) % world.size for shift in self._shifts]

@@ -1,4 +1,4 @@
-"""What scripts, notebooks and the command call: to train, and to load what was trained."""
+"""`train`, `main` and `load`: for scripts, notebooks and the command."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def main(
 ) -> Result:
     """Train a task as the last thing that a script does: as `train`, with messages for a user.
 
-    An error that the user can mend is one message, and the process ends with exit code 2. A run
+    An error that the user can fix is one message, and the process ends with exit code 2. A run
     that was asked to stop ends it with 130 (Ctrl-C), 143 (SIGTERM, preemption) or 75 (too few
     ranks are left).
 
@@ -117,11 +117,10 @@ def main(
 
 
 def _starting(config: TrainConfig, from_run: str | Path | None, only: Sequence[str]) -> TrainConfig:
-    """A config with the run whose weights are to be taken over.
+    """A config with the run whose weights the new one starts from.
 
     Raises:
-        ConfigError: it names one already, or only the names of tensors are given, or these are no
-            list.
+        ConfigError: it names a run already, or `only` comes without a run or is no list.
     """
     if isinstance(only, str):
         raise ConfigError(f"from_only={shown(only)}: must be a list of patterns: [{shown(only)}]")
@@ -139,18 +138,18 @@ def _starting(config: TrainConfig, from_run: str | Path | None, only: Sequence[s
 
 
 def leave(error: LockstepError) -> NoReturn:
-    """End the process for an error, with a message of the rank that tells it."""
+    """End the process for an error, with its message if this rank is to print it."""
     tell(error)
     raise SystemExit(error.exit_code) from None
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a run has trained.
+    """A trained model and its task.
 
     Attributes:
         model: in evaluation mode, with the parameters and buffers of the checkpoint.
-        task: made anew, with its own state of the checkpoint.
+        task: a new one, with its own state from the checkpoint.
         config: of the run.
         step: how many optimizer steps the checkpoint has seen.
         run_dir: the run directory.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,15 +22,15 @@ manual, section 2.1.4)."""
 _REFUSED = re.compile(r"^(\S+) does not have a deterministic implementation")
 _FLAGS: tuple[tuple[Any, str, bool], ...] = (
     (cudnn, "deterministic", True),
-    (cudnn, "benchmark", False),  # measures kernels, and so takes another one in another process
+    (cudnn, "benchmark", False),  # chooses kernels by time, which differs between processes
     (cudnn, "allow_tf32", False),
     (cuda.matmul, "allow_tf32", False),
     (cuda.matmul, "allow_fp16_reduced_precision_reduction", False),
     (cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
-    # Otherwise each run would overwrite what it allocates, at the cost of a kernel each time.
+    # Filling each new tensor would cost a kernel.
     (torch.utils.deterministic, "fill_uninitialized_memory", False),
 )
-"""What is set while kernels are to be deterministic: object, attribute, value."""
+"""Settings for deterministic kernels: object, attribute, value."""
 
 
 @contextmanager
@@ -49,11 +49,7 @@ def on_device(config: TrainConfig, environment: Environment) -> Iterator[torch.d
     if device.type != "cuda":
         yield device
         return
-    if config.precision.deterministic:
-        with _deterministic():
-            torch.cuda.set_device(device)
-            yield device
-    else:
+    with _deterministic() if config.precision.deterministic else nullcontext():
         torch.cuda.set_device(device)
         yield device
 
@@ -77,7 +73,7 @@ def find_device(wanted: str, environment: Environment) -> torch.device:
 
 @contextmanager
 def naming_kernels() -> Iterator[None]:
-    """Say what to do where torch refuses an operation that has no deterministic kernel.
+    """Add advice where torch refuses an operation that has no deterministic kernel.
 
     Raises:
         TaskError: instead of torch's RuntimeError.

@@ -19,7 +19,7 @@ from lockstep.engine.digests import tensors_digest
 from lockstep.engine.passes.buffers import same_bits
 from lockstep.engine.tables.run_tables import tables_of
 from lockstep.engine.task import Task
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, LockstepError, file_errors
 from lockstep.launching.front.api import Loaded, load
 from lockstep.launching.front.formats import (
     GRAPHS,
@@ -110,17 +110,14 @@ def export(
             example = find_example(loaded.task, model, loaded.config)
             inputs = example.described
             data, gap = _made(path, chosen, lambda: _graph(loaded, chosen, example))
-    try:
-        with replacing_binary(path) as file:
-            file.write(data)
-    except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(f"{path}: cannot be written: {reason}; choose another path") from error
+    saved = file_errors(ConfigError, path, advice="choose another path")
+    with saved, replacing_binary(path) as file:
+        file.write(data)
     return Exported(path, chosen, inputs, gap, loaded.step)
 
 
 def choose_format(path: Path, format: str | None) -> str:
-    """The format that is asked for, or that a path's suffix says.
+    """The requested format, or else the one that the suffix of a path means.
 
     Raises:
         ConfigError: there is no such format, or what it needs is not installed.
@@ -142,10 +139,10 @@ def choose_format(path: Path, format: str | None) -> str:
 
 
 def _made(path: Path, chosen: str, make: Callable[[], T]) -> T:
-    """What `make` gives; each exporter has kinds of errors of its own.
+    """The result of `make`, whose errors depend on the exporter.
 
     Raises:
-        ConfigError: the model cannot be had in this format.
+        ConfigError: the model cannot be written in this format.
     """
     try:
         with silent(), torch.no_grad():
@@ -182,7 +179,7 @@ def _gap(
     inputs: tuple[Tensor, ...],
     chosen: str,
 ) -> float:
-    """The greatest difference between what the model and what its exported form return.
+    """The greatest difference between the outputs of the model and of its exported form.
 
     Raises:
         ConfigError: it is more than rounding.

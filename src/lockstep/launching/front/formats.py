@@ -1,4 +1,4 @@
-"""The forms of an exported model: how each is made and run, and what the model is called with."""
+"""The formats of exported models: example inputs, and how each format is made and run."""
 
 from __future__ import annotations
 
@@ -170,10 +170,10 @@ def _tensors(
 
 
 def _calling(what: str, call: Any) -> Any:
-    """What the task's code gives.
+    """The result of a call of the task's code.
 
     Raises:
-        TaskError: it raised something.
+        TaskError: the code raised an exception.
     """
     try:
         with torch.no_grad():
@@ -197,10 +197,10 @@ ABOUT = "lockstep.json"
 
 @dataclass(frozen=True)
 class Graph:
-    """A form of a model that holds its computation too.
+    """A format that holds the computation of a model too.
 
-    It is made and tried in memory: torch may unpickle when it reads some of them, and files may
-    have been written by anybody.
+    It is made and tried in memory: reading some formats unpickles, and anybody may have written a
+    file.
 
     Attributes:
         suffix: of its files.
@@ -290,7 +290,7 @@ def _run_onnx(data: bytes) -> Run:
 
 
 def _free(example: Example) -> tuple[dict[int, Any], ...]:
-    """Which sizes are free, as torch.export is told."""
+    """The dimensions of free size, for torch.export."""
     batch = torch.export.Dim("batch")
 
     def size(tensor: Tensor, other: Tensor, dim: int) -> Any:
@@ -305,7 +305,7 @@ def _free(example: Example) -> tuple[dict[int, Any], ...]:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Leaves out what torch's exporters print, log and warn of: of themselves, not of the model."""
+    """Suppress the output, logs and warnings of torch's exporters: they are not about the model."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

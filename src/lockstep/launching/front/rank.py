@@ -40,14 +40,8 @@ from lockstep.engine.step.sums import DIRECTORY_LOST
 from lockstep.engine.task import Task, observed
 from lockstep.errors import LockstepError, shortened
 from lockstep.launching.front.device import naming_kernels, on_device
-from lockstep.launching.front.session import (
-    SESSION,
-    Result,
-    Session,
-    Stopped,
-    predicted_for_all,
-    predicted_for_joiner,
-)
+from lockstep.launching.front.prediction import predicted_for_all, predicted_for_joiner
+from lockstep.launching.front.session import SESSION, Result, Session, Stopped
 from lockstep.launching.host.output_pump import pumped_output
 from lockstep.launching.host.parent_watch import end_with_launcher
 from lockstep.launching.host.processes import MARK
@@ -60,17 +54,17 @@ from lockstep.observe import EventHub, open_sinks
 from lockstep.parallel.mesh import fitting
 
 TIMEOUT_S = 600.0
-"""How long ranks wait for one another over gloo or NCCL."""
+"""Seconds that ranks wait for one another over gloo or NCCL."""
 
 _LOOK_S = 0.25
-"""How often it is looked whether the run directory is still there."""
+"""Seconds between checks whether the run directory still exists."""
 
 TAKE_OVER_S = 30.0
-"""How long a new rank 0 waits for the kernel to take down the one that held the run directory."""
+"""Seconds that a new rank 0 waits for the kernel to remove the process that holds the lock."""
 
 
 def run(task: Task, config: TrainConfig, session: Session) -> Result:
-    """Train a task as one rank, with what is asked of this session.
+    """Train a task as one rank, as the session requests.
 
     Raises:
         Stopped: the run was asked to stop before its end, on every rank.
@@ -83,7 +77,7 @@ def run(task: Task, config: TrainConfig, session: Session) -> Result:
         config = settled(override(config, session.overrides), session.resumed)
         task = observed(task, config)
         environment = detect(os.environ)
-        # What Lockstep starts ends with its launcher, and writes to a pipe that is always read.
+        # Ranks that Lockstep starts end with its launcher, which always reads their output.
         if environment.world_size > 1 and MARK not in os.environ:
             end_with_launcher()
             stack.enter_context(pumped_output())
@@ -132,7 +126,7 @@ def _run(
     hints: list[str],
     at: At,
 ) -> tuple[Result, int]:
-    """The run itself, between meeting the other ranks and leaving them, and its exit code."""
+    """The run itself, from after the ranks have met to before they part, and its exit code."""
     directory = _directory(task, session, transport)
     path = directory.path
     if session.target is None:
@@ -141,7 +135,7 @@ def _run(
     transport.observer = heartbeat
     with ExitStack() as stack:
         kept: KeptDirectory | None = None
-        # A launcher that reads there why a start was refused does it itself.
+        # Under Lockstep's launcher, the launcher does this.
         if transport.rank == 0 and not transport.is_joining and SESSION not in os.environ:
             kept = stack.enter_context(kept_if_refused(directory.path))
         stack.callback(directory.close)
@@ -172,7 +166,7 @@ def _run(
             on_step = stack.enter_context(Profiler(session.profile, folder, environment.rank, hub))
 
         watch = DirectoryWatch(directory)
-        planned, said = _planned(config, environment.world_size)
+        planned, hints_of_mesh = _planned(config, environment.world_size)
         runtime = Runtime(
             transport=transport,
             device=device,
@@ -197,7 +191,7 @@ def _run(
                     transport.call_ring.fd,
                     directory.flight.lost_file(environment.rank),
                     directory.flight.waiting_file(environment.rank),
-                    _name_of_teller(environment),
+                    _watched_name(environment),
                 )
             )
         try:
@@ -209,18 +203,18 @@ def _run(
                 trainer = Trainer(task, planned, runtime, directory, joins=True)
             else:
                 claimed = partial(claim, directory, task, config, session)
-                trainer, untold = _assembled(
+                trainer, hints_of_plan = _assembled(
                     task, planned, claimed, runtime, directory, environment.world_size
                 )
-                said += untold
+                hints_of_mesh += hints_of_plan
             if kept is not None:
                 kept.note_started()
-            for hint in (*hints, *said):
+            for hint in (*hints, *hints_of_mesh):
                 runtime.emit(Warned(step=0, message=hint))
             finished = trainer.run()
             return _result(trainer, finished, config, directory), finished.exit_code
         except BaseException as error:
-            if directory.path != path:  # it is gone: nothing may be written where it was
+            if directory.path != path:  # the old one is gone: nothing may be written there
                 hub.close()
                 hub.open()
             runtime.emit(_failed(error))
@@ -228,9 +222,9 @@ def _run(
 
 
 class DirectoryWatch:
-    """Notices that the run directory of this process is gone; looks now and then.
+    """Checks from time to time whether the run directory of this process is gone.
 
-    It says so in each step from then on: the first of them may have to be done again.
+    If so, it reports that in each step from then on: the first of these may have to be repeated.
     """
 
     def __init__(self, directory: RunDirectory) -> None:
@@ -250,7 +244,7 @@ class DirectoryWatch:
 def _result(
     trainer: Trainer, finished: Finished, config: TrainConfig, directory: RunDirectory
 ) -> Result:
-    """What the caller gets of a run that has ended in order."""
+    """The result of a run that has ended normally."""
     best = trainer.progress.best_step
     return Result(
         status=finished.status,
@@ -271,7 +265,7 @@ def _result(
 
 
 def _planned(config: TrainConfig, num_ranks: int) -> tuple[TrainConfig, list[str]]:
-    """The config with a mesh that the ranks can fill, where it may be another one; and hints.
+    """The config, with another mesh if the ranks cannot fill its own and may change it; and hints.
 
     It depends on the number of ranks that were started, which joining ranks know too.
     """
@@ -295,18 +289,18 @@ def _assembled(
     directory: RunDirectory,
     world_size: int,
 ) -> tuple[Trainer, list[str]]:
-    """Everything up to the first step; begun again should a rank die meanwhile.
+    """Everything before the first step; repeated if a rank dies meanwhile.
 
     Args:
         task: task to train.
         config: its config.
-        claimed: function that makes the run directory this run's.
+        claimed: function that claims the run directory for this run.
         runtime: what this process trains with; ranks may have died while they met.
         directory: run directory.
         world_size: number of ranks that were started.
 
     Returns:
-        What trains; and hints, if there is a plan that has nothing to say of this run.
+        The trainer; and hints, if there is a plan that does not cover this run.
     """
     transport = runtime.transport
     patience_s = 0.0
@@ -383,7 +377,8 @@ def _script() -> str:
     return str(Path(path).resolve()) if path and Path(path).is_file() else ""
 
 
-def _name_of_teller(environment: Environment) -> str:
-    """What one rank of each host calls itself where it tells of a wait; "" for the others."""
-    is_teller = environment.local_rank == 0
-    return f"rank {environment.rank} on {socket.gethostname()}" if is_teller else ""
+def _watched_name(environment: Environment) -> str:
+    """The name by which one rank of each host reports a long wait; "" for the other ranks."""
+    if environment.local_rank:
+        return ""
+    return f"rank {environment.rank} on {socket.gethostname()}"

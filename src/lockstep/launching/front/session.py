@@ -1,4 +1,4 @@
-"""One session of a run: what is asked of it, what a plan predicts of it, and what it gives back."""
+"""One session of a run, from a start to its end: what it is asked to do, and its result."""
 
 from __future__ import annotations
 
@@ -7,29 +7,22 @@ import os
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-from lockstep.comm.transport import Transport
 from lockstep.config import TrainConfig
-from lockstep.config.parsing import as_type, parse_object, shown
-from lockstep.engine.runtime import on_first
+from lockstep.config.parsing import as_type, parse_object
 from lockstep.engine.task import Task
-from lockstep.errors import ConfigError, DataError, EnvironError, LockstepError
-from lockstep.observe import Predicted, StepCost, text
-
-if TYPE_CHECKING:
-    from lockstep.planning.layouts import Layout
-
+from lockstep.errors import EnvironError, LockstepError
 
 SESSION = "LOCKSTEP_SESSION"
-"""Environment variable in which a launcher tells its ranks, as JSON, what is asked of them."""
+"""Environment variable by which a launcher passes a `Session` to its ranks, as JSON."""
 
 
 @dataclass(frozen=True)
 class Session:
-    """What is asked of one session of a run; nothing of it changes the result.
+    """The request for one session of a run; nothing in it changes the result.
 
     Attributes:
         run_dir: the run directory; None makes a new one below `runs/`.
@@ -67,7 +60,7 @@ class Session:
 
     @classmethod
     def from_env(cls) -> Session | None:
-        """What the launcher asked for, if one did.
+        """The request of the launcher that has started this process, if one has.
 
         Raises:
             EnvironError: the variable holds something else.
@@ -83,16 +76,16 @@ class Session:
             ) from None
 
     def extend_search_path(self) -> None:
-        """Have modules found here that the program that has started the ranks would find.
+        """Let this process import the modules that the program that started the ranks can import.
 
-        Its folders come last, so that they hide none of the modules that are found anyway.
+        The added folders come last, so they hide none of the modules that are found anyway.
         """
         sys.path.extend(folder for folder in self.search_path if folder not in sys.path)
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended, and what it has made; the same on every rank.
+    """How a run ended, and what it has produced; the same on every rank.
 
     Attributes:
         status: `completed`, or `stopped` where it ended before its last step on request.
@@ -147,84 +140,3 @@ class Stopped(LockstepError):
         )
         self.result = result
         self.exit_code = exit_code
-
-
-def predicted(config: TrainConfig, num_ranks: int) -> Predicted | None:
-    """What the plan of a config says of a step on some ranks; None without a plan.
-
-    Args:
-        config: of the run, with the mesh that its ranks fill.
-        num_ranks: number of ranks that the run starts on.
-
-    Raises:
-        ConfigError: there is no such file, or it is no plan.
-    """
-    if not config.plan:
-        return None
-    from lockstep.planning.plan import read_plan
-
-    try:
-        plan = read_plan(Path(config.plan).expanduser())
-    except DataError as error:
-        raise ConfigError(
-            f"plan={shown(config.plan)}: {error}, or train without one (plan='\"\"')"
-        ) from None
-    of = plan.facts.config_hash
-    if of != config.hash:
-        reason = (
-            f"{config.plan} is of config {shown(of)[1:-1]}, and this run is of {config.hash}: its "
-            "first reports predict the later ones"
-        )
-        return Predicted(step=0, by="", cost=None, reason=reason)
-    layout = _layout(config, num_ranks)
-    row = plan.find(layout)
-    if row is None:
-        ranks = text.count(num_ranks, "rank")
-        reason = f"{config.plan} has no row for {ranks} (mesh {layout.name})"
-        return Predicted(step=0, by=config.plan, cost=None, reason=reason)
-    cost = StepCost(row.prediction.step_s, row.prediction.peak_bytes)
-    return Predicted(step=0, by=config.plan, cost=cost)
-
-
-def predicted_for_all(config: TrainConfig, transport: Transport) -> Predicted | None:
-    """As `predicted` on rank 0, which alone needs the file; for all, as any may become rank 0.
-
-    Raises:
-        ConfigError: on all ranks, as for `predicted`.
-        GroupBroken: a rank has died.
-    """
-    if not config.plan:
-        return None
-
-    def found() -> dict[str, object]:
-        said = predicted(config, transport.size)
-        assert said is not None
-        return asdict(said)
-
-    row = on_first(transport, found)
-    return Predicted(**row | {"cost": StepCost(**row["cost"]) if row["cost"] else None})
-
-
-def predicted_for_joiner(config: TrainConfig, num_ranks: int) -> Predicted | None:
-    """As `predicted`, for a process that joins a run: what is wrong with the file is no error then.
-
-    Args:
-        config: as for `predicted`.
-        num_ranks: number of ranks that the run was started on.
-    """
-    try:
-        return predicted(config, num_ranks)
-    except ConfigError as error:
-        return Predicted(step=0, by="", cost=None, reason=str(error))
-
-
-def _layout(config: TrainConfig, num_ranks: int) -> Layout:
-    """What each rank holds, as plans name it."""
-    from lockstep.planning.layouts import Layout
-
-    if num_ranks == 1:  # which holds everything, whatever is asked for
-        return Layout(1)
-    sharding = config.sharding
-    if sharding == "none" and config.optimizer.sharded:
-        sharding = "optimizer"
-    return Layout(num_ranks, config.mesh.pp, config.mesh.tp, sharding)

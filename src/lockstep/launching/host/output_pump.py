@@ -1,9 +1,9 @@
-"""Standard output and standard error that never make whoever prints wait for the reader.
+"""Standard output and standard error whose writers never wait for the reader.
 
 A reader may stop reading for minutes: a pager, Ctrl-S on a terminal, a slow `tee`. A process that
-prints then waits in the kernel. A launcher that waits neither looks after its ranks nor takes
-what they print, and a rank that waits looks like one that hangs. So what is printed goes to a
-thread, which alone waits, over a buffer of bounded size.
+prints then waits in the kernel. A launcher that waits neither watches its ranks nor reads their
+output, and a rank that waits looks like one that hangs. So output passes through a buffer of
+bounded size to a thread, and only that thread waits.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from collections.abc import Iterator
 from typing import TextIO
 
 MAX_BYTES = 8 << 20
-"""Size of the output that is kept for a reader that does not read; the oldest is dropped first."""
+"""Bytes of output that are kept while the reader does not read; the oldest are dropped first."""
 
 PATIENCE_S = 60.0
 """Seconds that the end of a process waits for a reader that takes nothing at all."""
 
 _PROMPT_S = 0.05
-"""Seconds that whoever prints waits for its text to be written: what a process has printed before
-it crashes is then seen, and the texts of both streams keep their order."""
+"""Seconds that a writer waits for its text to be written: so output from just before a crash is not
+lost, and the texts of both streams keep their order."""
 
 _WRITE_BYTES = 1 << 16
 
@@ -80,16 +80,16 @@ class OutputPump(io.RawIOBase):
             return len(data)
         with self._changed:
             self._raise_error()
-            if data:  # nothing is the sign of the end
+            if data:  # an empty piece would mark the end
                 self._keep(data)
-            # Once only: whoever prints a thousand lines must not wait a thousand times.
+            # Once only: a writer of a thousand lines must not wait a thousand times.
             if not self._is_late:
                 self._is_late = not self._changed.wait_for(self._is_idle, _PROMPT_S)
             self._raise_error()
         return len(data)
 
     def finish(self, patience_s: float = PATIENCE_S) -> int:
-        """Wait until all is written, as long as the reader goes on reading; then take nothing more.
+        """Wait until all is written, while the reader goes on reading; then accept nothing more.
 
         Args:
             patience_s: seconds to wait for a reader that takes nothing at all.
@@ -186,7 +186,7 @@ def dropped_message(num_lines: int, name: str) -> str:
 
 @contextlib.contextmanager
 def pumped_output(patience_s: float = PATIENCE_S) -> Iterator[None]:
-    """Have `sys.stdout` and `sys.stderr` not wait for their readers while in here.
+    """Let `sys.stdout` and `sys.stderr` not wait for their readers within the context.
 
     Only where these are pipes, sockets or terminals, and are not pumped already.
 
@@ -209,7 +209,7 @@ def pumped_output(patience_s: float = PATIENCE_S) -> Iterator[None]:
         try:
             _finish(pumps, streams, patience_s)
         finally:
-            # Only what is still ours: others may have put streams of their own there.
+            # Only if they are still ours: other code may have replaced them.
             if sys.stdout is streams[0]:
                 sys.stdout = before[0]
             if sys.stderr is streams[1]:
@@ -217,7 +217,7 @@ def pumped_output(patience_s: float = PATIENCE_S) -> Iterator[None]:
 
 
 def _finish(pumps: list[OutputPump | None], streams: list[TextIO], patience_s: float) -> None:
-    """Write what is left; what standard output does not take is said on standard error."""
+    """Write the rest; report on standard error what standard output did not accept."""
     out, err = pumps
     for stream, pump in zip(streams, pumps, strict=True):
         if pump is not None:

@@ -38,8 +38,9 @@ def bound_to_parent(
 def end_with_launcher() -> None:
     """Have this process killed when the launcher's process that has started it dies.
 
-    For ranks that others start: a daemon of mpirun that has lost its way back, or is killed, leaves
-    its ranks behind. Nothing happens where the parent is no launcher, such as a shell.
+    For ranks that other launchers start: a daemon of mpirun that is killed, or has lost its
+    connection, leaves its ranks behind. Where the parent is no launcher, such as a shell, this does
+    nothing.
     """
     try:
         with open(f"/proc/{os.getppid()}/comm", encoding="utf-8", errors="replace") as file:
@@ -54,12 +55,12 @@ def end_with_parent(death_signal: int) -> None:
     """Have this process get a signal when its parent dies (Linux only)."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, death_signal)
-    if os.getppid() != parent:  # it died before the request: nobody would ever be told
+    if os.getppid() != parent:  # it died before the request: the signal would never come
         sys.exit(1)
 
 
 def main(death_signal: int, argv: list[str]) -> None:
-    """Become `argv`, tethered to the parent."""
+    """Become `argv`, which ends with the parent."""
     end_with_parent(death_signal)
     try:
         os.execvp(argv[0], argv)

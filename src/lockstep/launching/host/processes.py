@@ -1,8 +1,8 @@
 """The processes of a launch on this host: their cores, finding all of them, and ending them.
 
-mpirun and torchrun put each rank into a process group of its own, and ranks whose launcher died
-have no parent that ends them. So a launch marks its processes by an environment variable, which
-all of them inherit, and finds them by it.
+mpirun and torchrun put each rank into a process group of its own, and ranks whose launcher has died
+have no parent that ends them. So a launch marks its processes by an environment variable that all
+of them inherit, and finds them by it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ THREAD_VARIABLES = (
     "OPENBLAS_NUM_THREADS",
     "NUMEXPR_NUM_THREADS",
 )
-"""Environment variables that tell numerical libraries how many threads to start."""
+"""Environment variables with the number of threads that numerical libraries start."""
 
 _DIGITS = 10
-"""A number with more digits is taken for no number of cores."""
+"""A number with more digits is not taken as a number of cores."""
 
 
 def thread_warnings(threads: int, ranks: int, cores: int) -> list[str]:
@@ -87,25 +87,13 @@ def _quota(root: Path) -> float:
     """CPU seconds a second that the control groups of this process grant (v2, then v1)."""
     limits = [math.inf]
     for is_v2, folder in control_groups("cpu", root):
-        limits.append(_quota_v2(folder) if is_v2 else _quota_v1(folder))
+        files = ("cpu.max",) if is_v2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        # The files are absent, or hold "max" or a quota of -1, where there is no limit.
+        with contextlib.suppress(OSError, ValueError, ArithmeticError):
+            quota, period = " ".join((folder / name).read_text() for name in files).split()
+            if int(quota) > 0:
+                limits.append(int(quota) / int(period))
     return min(limits)
-
-
-def _quota_v2(folder: Path) -> float:
-    try:
-        quota, period = (folder / "cpu.max").read_text().split()
-        return int(quota) / int(period)
-    except (OSError, ValueError, ArithmeticError):  # absent, "max", or no quota
-        return math.inf
-
-
-def _quota_v1(folder: Path) -> float:
-    try:
-        quota = int((folder / "cpu.cfs_quota_us").read_text())
-        period = int((folder / "cpu.cfs_period_us").read_text())
-        return quota / period if quota > 0 else math.inf
-    except (OSError, ValueError, ArithmeticError):
-        return math.inf
 
 
 def _count(number: int, noun: str) -> str:
@@ -146,8 +134,8 @@ def is_stopped(pid: int) -> bool:
     return _state(pid) == "T"
 
 
-def is_held(pid: int) -> bool:
-    """Whether a process cannot run at the moment: a signal has stopped it, or it has ended."""
+def is_suspended(pid: int) -> bool:
+    """Whether a process cannot run at the moment: it was stopped by a signal, or has ended."""
     return _state(pid) in "TtZX"
 
 
@@ -162,9 +150,9 @@ def variable(pid: int, name: str) -> str:
 
 
 def _is_exiting(pid: int) -> bool:
-    """Whether a process is about to be gone: its environment is already, its locks are not yet.
+    """Whether a process is being removed: its environment is gone already, its locks are not.
 
-    This takes the longer the more memory it has.
+    The more memory it has, the longer this takes.
     """
     return is_alive(pid) and bool(int(_columns(pid)[_FLAGS]) & _PF_EXITING)
 
@@ -180,7 +168,7 @@ def _state(pid: int) -> str:
 
 
 def _columns(pid: int, thread: int | None = None) -> list[str]:
-    """What the kernel tells of a thread, from its state on; a state of X if there is none."""
+    """The columns of a thread in /proc, from its state on; a state of X if there is none."""
     folder = Path("/proc", str(pid), *([] if thread is None else ["task", str(thread)]))
     try:
         # The name before the state is in parentheses and may hold anything.

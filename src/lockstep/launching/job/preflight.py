@@ -1,6 +1,6 @@
-"""What ranks need of the system that they start on, checked or provided before any is started.
+"""What ranks need of the system, checked or provided before any of them is started.
 
-Launchers and libraries answer what is missing here with an exit code, a traceback or minutes of
+Without these checks, launchers and libraries fail with an exit code, a traceback or minutes of
 silence. All checks together take less than a millisecond.
 """
 
@@ -14,6 +14,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,18 @@ _FILES = {"local": (24, 4), "torchrun": (24, 4), "mpi": (40, 4)}
 
 ADDRESS_BYTES = 1 << 30
 """Least address space of a process that trains: torch alone takes most of it."""
+_MEMORY = (
+    (resource.RLIMIT_AS, "address space", "-v", ADDRESS_BYTES),
+    (resource.RLIMIT_DATA, "data", "-d", 320 << 20),
+)
+"""Limits on memory: what they count, their option of `ulimit`, and the least that torch needs."""
+_THREADS = 4
+"""Threads that a process which trains starts at the least, with those of libraries."""
 
+_MORE_PROCESSES = (
+    "raise the limit on processes and threads (`ulimit -u`; in a container, `--pids-limit`), or "
+    "end others"
+)
 _CONNECT_S = 1.0
 _OWN_TABLE = Path("/proc/self/stat")
 
@@ -94,22 +106,47 @@ def working_directory() -> Obstacle | None:
 
 def address_space() -> Obstacle | None:
     """Whether a process may have as much memory as torch needs to be imported and to train."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if soft == resource.RLIM_INFINITY or soft >= ADDRESS_BYTES:
-        return None
-    return Obstacle(
-        f"a process may have at most {soft >> 20:,} MiB of address space (ulimit -v), and torch "
-        f"needs {ADDRESS_BYTES >> 20:,}",
-        "raise the limit with `ulimit -v unlimited`",
-    )
+    for number, kind, option, needed in _MEMORY:
+        soft, _ = resource.getrlimit(number)
+        if soft != resource.RLIM_INFINITY and soft < needed:
+            return Obstacle(
+                f"a process may have at most {soft >> 20:,} MiB of {kind} (ulimit {option}), and "
+                f"torch needs {needed >> 20:,}",
+                f"raise the limit with `ulimit {option} unlimited`",
+            )
+    return None
+
+
+def threads() -> Obstacle | None:
+    """Whether a process can start threads: OpenBLAS ends one that cannot, as Ctrl-C would.
+
+    Tried, since several limits count them, together with processes of others.
+    """
+    end = threading.Event()
+    started: list[threading.Thread] = []
+    try:
+        for _ in range(_THREADS):
+            thread = threading.Thread(target=end.wait)
+            thread.start()
+            started.append(thread)
+    except RuntimeError:
+        return Obstacle(
+            f"only {len(started)} more threads may be started, and torch needs {_THREADS}",
+            _MORE_PROCESSES,
+        )
+    finally:
+        end.set()
+        for thread in started:
+            thread.join()
+    return None
 
 
 def processes() -> Obstacle | None:
-    """Whether the system tells of its processes, as Linux does in /proc."""
+    """Whether the system shows its processes, as Linux does in /proc."""
     if sys.platform != "linux" or _OWN_TABLE.exists():
         return None
     return Obstacle(
-        "/proc is not mounted, and launchers look there after the ranks that they start",
+        "/proc is not mounted, and launchers watch the ranks that they start there",
         "mount it with `mount -t proc proc /proc`",
     )
 
@@ -225,7 +262,7 @@ def missing_variables(env: Mapping[str, str]) -> dict[str, str]:
         home = os.path.expanduser("~")  # from the user database
         missing["HOME"] = home if os.path.isabs(home) else "/"
     folder = env.get("TMPDIR") or _TEMPORARY
-    with contextlib.suppress(OSError):  # of which `temporary_folder` tells
+    with contextlib.suppress(OSError):  # `temporary_folder` reports that
         if not _can_take_files(folder):
             missing["TMPDIR"] = tempfile.gettempdir()
     return missing
@@ -236,12 +273,13 @@ def _can_take_files(folder: str) -> bool:
 
 
 def resource_error(error: OSError) -> str:
-    """What to say of an error by which the system refuses a resource; empty for other errors."""
+    """The message for an error by which the system refuses a resource; empty for other errors."""
     remedies = {
         errno.EMFILE: "raise the limit on open files (`ulimit -n`)",
         errno.ENFILE: "the system has no more open files to give; end other programs",
         errno.ENOSPC: "free some space",
         errno.EFBIG: "raise the limit on the size of files (`ulimit -f`)",
+        errno.EAGAIN: _MORE_PROCESSES,
     }
     remedy = remedies.get(error.errno or 0)
     if remedy is None:

@@ -1,4 +1,4 @@
-"""Running ranks from their start to their end: output, events, stop requests, and no orphans."""
+"""Running ranks to their end: their output, events and stop requests; no process is left behind."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from typing import IO, Any, TypeAlias
 
 from lockstep.comm.calls import sized_memory
 from lockstep.config.files import open_regular
-from lockstep.errors import LaunchError, LockstepError, RunDirectoryError
+from lockstep.errors import LaunchError, LockstepError, RunDirectoryError, file_errors
 from lockstep.launching.host.parent_watch import bound_to_parent
 from lockstep.launching.host.processes import MARK, kill_marked
 from lockstep.launching.job.commands import RankCommand
 from lockstep.launching.job.job import GRACE_S, Job
+from lockstep.launching.job.preflight import resource_error
 from lockstep.launching.rank.process import PREEMPTED, Terminal
 from lockstep.observe.storing.jsonl import end_of_events, follow_events
 
@@ -31,7 +32,7 @@ _TERMINATE_S = 3.0
 
 @dataclass(frozen=True)
 class Captured:
-    """The result of a command.
+    """The result of a command that has ended.
 
     Attributes:
         exit_code: exit code of the command, negative for a signal; None if it ran out of time.
@@ -132,16 +133,17 @@ def run_ranks(
         command: command to run.
         env: all environment variables of the command.
         run_dir: run directory, where the ranks write `events.jsonl`; gets `ranks.log`.
-        on_row: function called in this thread with each new row of `events.jsonl`.
-        on_line: function called in this thread with each line of the ranks' standard output.
-        on_notice: function called in this thread with messages about the launch itself.
+        on_row: called in this thread with each new row of `events.jsonl`.
+        on_line: called in this thread with each line of the ranks' standard output.
+        on_notice: called in this thread with messages about the launch itself.
 
     Raises:
         LaunchError: the ranks did not meet each other.
+        LockstepError: the system does not start the command.
         RunDirectoryError: the run directory cannot be used.
     """
     log, events = run_dir / LOG_NAME, run_dir / "events.jsonl"
-    # Whoever sees the log may send signals.
+    # Signals first: who sees the log may send some.
     with _received_signals() as received, _opened(log) as stderr, _stop_file() as stop_file:
         log_start, rows_start = stderr.tell(), end_of_events(events)
 
@@ -151,15 +153,19 @@ def run_ranks(
                 rows.extend(follow_events(events, lambda: True, start=rows_start))
             return rows
 
-        job = Job(command, env, stderr, on_notice, written, stop_file)
-        # Bounded: ranks that print faster than is shown have to wait.
+        try:
+            job = Job(command, env, stderr, on_notice, written, stop_file)
+        except OSError as error:
+            # No `LaunchError`: another try would end like this one.
+            raise LockstepError(f"the ranks could not be started: {_refused(error)}") from None
+        # Bounded: ranks that print faster than the output is shown have to wait.
         inbox: _Inbox = queue.Queue(_MOST_WAITING)
 
         def take_row(row: Row) -> None:
             if job.note(row):
                 on_row(row)
 
-        # Readers only hand over what to do: callbacks all run in this thread.
+        # Readers only queue actions: all callbacks run in this thread.
         def read_rows() -> None:
             try:
                 for row in follow_events(events, job.ended.is_set, start=rows_start):
@@ -171,7 +177,7 @@ def run_ranks(
             for line in job.lines():
                 inbox.put(functools.partial(on_line, line))
 
-        readers = [_started(read_rows, inbox), _started(read_lines, inbox)]
+        readers = [_start_thread(read_rows, inbox), _start_thread(read_lines, inbox)]
         try:
             _work_off(inbox, len(readers), job, received)
         finally:
@@ -186,8 +192,15 @@ def run_ranks(
     return Outcome(job.exit_code, tail, job.last, log, job.stopped_by, job.met)
 
 
+def _refused(error: OSError) -> str:
+    """Why the system does not start a program, and what to do."""
+    return resource_error(error) or (
+        f"{error.filename}: {error.strerror}; make sure that this user may run it"
+    )
+
+
 def _work_off(inbox: _Inbox, num_readers: int, job: Job, received: list[signal.Signals]) -> None:
-    """Do what readers and signals ask for, until the readers have reached their ends."""
+    """Run the actions of readers, and handle signals, until all readers are done."""
     while num_readers:
         with contextlib.suppress(queue.Empty):
             action = inbox.get(timeout=_POLL_S)
@@ -196,12 +209,12 @@ def _work_off(inbox: _Inbox, num_readers: int, job: Job, received: list[signal.S
             else:
                 action()
         while received:
-            job.heed(received.pop(0))
-        job.look_after()
+            job.handle(received.pop(0))
+        job.check()
 
 
-def _started(read: Callable[[], None], inbox: _Inbox) -> threading.Thread:
-    """Start a thread that runs `read` and says so when it is done."""
+def _start_thread(read: Callable[[], None], inbox: _Inbox) -> threading.Thread:
+    """Start a thread that runs `read` and then puts None into the queue."""
 
     def run() -> None:
         try:
@@ -216,7 +229,7 @@ def _started(read: Callable[[], None], inbox: _Inbox) -> threading.Thread:
 
 @contextlib.contextmanager
 def _received_signals() -> Iterator[list[signal.Signals]]:
-    """A list that signals are appended to, instead of what they do otherwise."""
+    """A list that signals are appended to, in place of their usual effect."""
     received: list[signal.Signals] = []
     previous: dict[signal.Signals, Any] = {}
     terminal = Terminal()
@@ -236,9 +249,9 @@ def _received_signals() -> Iterator[list[signal.Signals]]:
 
 @contextlib.contextmanager
 def _stop_file() -> Iterator[Path]:
-    """The path of a file in which ranks are told why they are to stop: of memory, on no disk.
+    """The path of a file in memory for the reason of a stop.
 
-    Where there can be none, ranks count each request as an interruption.
+    Where the system has no such files, ranks take each stop to be an interruption.
     """
     descriptor = sized_memory("lockstep-stop", 0)
     if descriptor < 0:
@@ -251,17 +264,13 @@ def _stop_file() -> Iterator[Path]:
 
 
 def _opened(log: Path) -> IO[bytes]:
-    try:
+    with file_errors(RunDirectoryError, log, advice="choose another --run-dir"):
         log.parent.mkdir(parents=True, exist_ok=True)
         return os.fdopen(open_regular(log, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+b")
-    except OSError as error:
-        raise RunDirectoryError(
-            f"{log}: cannot be written: {error.strerror or error}; choose another --run-dir"
-        ) from error
 
 
 def _tail(log: IO[bytes], start: int) -> str:
-    """The last lines written to the log from `start` on; also of one that was moved or deleted."""
+    """The last lines of the log from `start` on, even if it was moved or deleted."""
     end = os.fstat(log.fileno()).st_size
     first = max(start, end - _TAIL_BYTES)
     return os.pread(log.fileno(), end - first, first).decode(errors="replace").strip()

@@ -25,14 +25,14 @@ INTERRUPTED = 128 + signal.SIGINT
 """The exit code of a process that Ctrl-C has ended."""
 
 _PLACES = ("LOCKSTEP_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "TORCHELASTIC_", "SLURM_STEP_ID")
-"""Prefixes of the environment variables by which launchers tell ranks their places."""
+"""Prefixes of the environment variables with the places of ranks."""
 
 _WARM = "LOCKSTEP_WARM"
-"""A variable that users set; see `launchers.warm.ahead`."""
+"""A variable that users set; see `launching.warm`."""
 
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a command in order too, unless whoever has started it wants otherwise."""
+"""Signals that end a command in order too, unless its parent has set them to be ignored."""
 
 
 class Interrupted(BaseException):
@@ -50,7 +50,7 @@ class Interrupted(BaseException):
 
 
 class EarlyNotice:
-    """A handler that only notes that its signal came; `StopRequest` asks it when it begins.
+    """A handler that only records that its signal came; `StopRequest` reads it when it begins.
 
     Attributes:
         came: whether the signal has come.
@@ -60,18 +60,18 @@ class EarlyNotice:
         self.came = False
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        """Take note of the signal."""
+        """Record the signal."""
         self.came = True
 
 
 def is_rank() -> bool:
-    """Whether a launcher has started this process, as far as its environment tells."""
+    """Whether a launcher has started this process, according to its environment."""
     return any(name.startswith(_PLACES) and name != _WARM for name in os.environ)
 
 
 @contextlib.contextmanager
 def ending_at_interrupt(before: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP end this process at once, in one line, while in here: for imports.
+    """Let Ctrl-C, SIGTERM and SIGHUP end this process at once, with one line: for slow imports.
 
     Only where Ctrl-C would otherwise raise an exception: a program with a handler of its own, a
     notebook and an interactive interpreter keep theirs.
@@ -89,7 +89,7 @@ def ending_at_interrupt(before: Callable[[], None] = lambda: None) -> Iterator[N
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP raise `Interrupted` while in here: for commands.
+    """Let Ctrl-C, SIGTERM and SIGHUP raise `Interrupted`: for commands.
 
     Raises:
         Interrupted: one of them came.
@@ -103,7 +103,7 @@ def interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handled(handler: Callable[[int, FrameType | None], NoReturn]) -> Iterator[None]:
-    """Have a handler for Ctrl-C, and in a command for what else ends it."""
+    """Install a handler for Ctrl-C, and in a command for the other signals that end it."""
     previous = {signal.SIGINT: signal.signal(signal.SIGINT, handler)}
     for signum in () if is_rank() else _ENDING:  # a rank is ended by its launcher
         if signal.getsignal(signum) in (signal.SIG_DFL, _raise):  # nohup has SIGHUP ignored
@@ -116,10 +116,10 @@ def _handled(handler: Callable[[int, FrameType | None], NoReturn]) -> Iterator[N
 
 
 def prepare() -> None:
-    """Have a script that a `LockstepError` or, before it trains, Ctrl-C ends say so in one line.
+    """Let a script end with one line at a `LockstepError` or, before it trains, at Ctrl-C.
 
-    They are still raised, and can be caught. A rank also notes a preemption, which would end it
-    otherwise: this way it stops after its first step.
+    Both are still raised, and can be caught. A rank also records a preemption notice, which would
+    end it otherwise, and stops after its first step.
     """
     if not _is_ours():
         return
@@ -172,7 +172,6 @@ def _say_error(
     if not isinstance(error, LockstepError):
         sys.__excepthook__(kind, error, trace)
         return
-    # An error of a training says itself what is wrong.
     # torch.distributed puts a buffer in the place of sys.stderr here, and forgets it at SystemExit.
     with contextlib.redirect_stderr(sys.__stderr__):
         tell(error, _place(trace) if error.rank is None else "")

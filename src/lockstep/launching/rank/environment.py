@@ -1,19 +1,20 @@
-"""Where this process is: which launcher started it, and its place among the ranks.
+"""The launcher that started this process, and its place among the ranks.
 
-Launchers tell their ranks through environment variables. Reading them is all that happens here,
-so it can be tested without launching anything.
+Launchers pass both in environment variables. This module only reads these, so it can be tested
+without launching anything.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lockstep.config.parsing import parse_int, shown
 from lockstep.errors import EnvironError
-from lockstep.launching.host import supervised_rank as local
-from lockstep.launching.slurm.nodelist import first_host, num_hosts
+from lockstep.launching.host import supervisor as local
 
 Launcher = Literal["python", "local", "mpi", "torchrun", "slurm"]
 
@@ -23,16 +24,22 @@ REPLACE = "LOCKSTEP_MPI_REPLACE"
 """Variable of ranks under mpirun: the number of killed ones that may be replaced."""
 
 SLOT, SIZE = "LOCKSTEP_MPI_SLOT", "LOCKSTEP_MPI_SIZE"
-"""Variables of a process that ranks under mpirun have started: its number, and how many ranks there
-were first."""
+"""Variables of a process that ranks under mpirun have started: its number, and the number of ranks
+at the start."""
 
 # Below the ports that Linux gives to outgoing connections (32768 and up).
 _FIRST_PORT, _NUM_PORTS = 15_000, 15_000
 
+# SLURM's compressed host lists, such as rack[1-2]node[01-03,07],login.
+_NUMBER = r"\d{1,18}"
+_GROUP = rf"\[{_NUMBER}(?:-{_NUMBER})?(?:,{_NUMBER}(?:-{_NUMBER})?)*\]"
+_HOST = rf"(?:[^][,\s]|{_GROUP})+"
+_HOSTS = re.compile(rf"{_HOST}(?:,{_HOST})*", re.ASCII)
+
 
 @dataclass(frozen=True)
 class Environment:
-    """One process's place.
+    """The place of a process among the ranks.
 
     Attributes:
         launcher: launcher that started the ranks; `torchrun` stands for all that set its variables.
@@ -40,14 +47,12 @@ class Environment:
         world_size: number of ranks.
         local_rank: number of this process among those on its host, from 0.
         local_world_size: number of ranks on its host.
-        node_rank: number of the host; None where the launcher does not tell it.
         master_addr: host of rank 0, where ranks meet over TCP; None where they do not.
         master_port: TCP port on that host; None where there is none.
-        job_id: id of the SLURM job; None outside of one.
         joins: whether this process joins ranks that began without it.
         replacements: greatest number of killed ranks that the ranks replace themselves.
-        supervisor_fd: file descriptor of the inherited socket to Lockstep's own supervisor; None if
-            that did not start the ranks.
+        supervisor_fd: file descriptor of the inherited socket to Lockstep's own supervisor; None
+            under other launchers.
     """
 
     launcher: Launcher = "python"
@@ -55,10 +60,8 @@ class Environment:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    node_rank: int | None = None
     master_addr: str | None = None
     master_port: int | None = None
-    job_id: str | None = None
     supervisor_fd: int | None = None
     joins: bool = False
     replacements: int = 0
@@ -98,7 +101,7 @@ def detect(env: Mapping[str, str]) -> Environment:
         return _local(env)
     if "TORCHELASTIC_RUN_ID" in env:
         return _torchrun(env, "start with torchrun, or unset TORCHELASTIC_RUN_ID")
-    inner = _mpi(env) or _slurm_step(env) or Environment(job_id=env.get("SLURM_JOB_ID"))
+    inner = _mpi(env) or _slurm_step(env) or Environment()
     return _hand_made(env, inner) or inner
 
 
@@ -110,8 +113,7 @@ def _local(env: Mapping[str, str]) -> Environment:
     rank = _number(env, local.RANK, advice)
     port = _number(env, local.PORT, advice, low=1, below=65_536, limit="ports")
     fd = _number(env, local.SUPERVISOR, advice)
-    job = env.get("SLURM_JOB_ID")
-    return Environment("local", rank, size, place, size, 0, local.HOST, port, job, fd, joins)
+    return Environment("local", rank, size, place, size, local.HOST, port, fd, joins)
 
 
 def _torchrun(env: Mapping[str, str], advice: str) -> Environment:
@@ -123,29 +125,21 @@ def _torchrun(env: Mapping[str, str], advice: str) -> Environment:
         local_rank = _number(env, "LOCAL_RANK", advice, below=size, limit="WORLD_SIZE")
     local_size = local_rank + 1
     if "LOCAL_WORLD_SIZE" in env:
-        local_size = _number(
-            env,
-            "LOCAL_WORLD_SIZE",
-            advice,
-            low=local_rank + 1,
-            below=size + 1,
-            limit="WORLD_SIZE+1",
-        )
+        bounds = {"low": local_rank + 1, "below": size + 1}
+        local_size = _number(env, "LOCAL_WORLD_SIZE", advice, **bounds, limit="WORLD_SIZE+1")
     return Environment(
         launcher="torchrun",
         rank=rank,
         world_size=size,
         local_rank=local_rank,
         local_world_size=local_size,
-        node_rank=_number(env, "GROUP_RANK", advice) if "GROUP_RANK" in env else None,
         master_addr=_text(env, "MASTER_ADDR", f"it is the host of rank 0: {advice}"),
         master_port=_port(env),
-        job_id=env.get("SLURM_JOB_ID"),
     )
 
 
 def _hand_made(env: Mapping[str, str], inner: Environment) -> Environment | None:
-    """The place that RANK and WORLD_SIZE give, if they say more than `inner`."""
+    """The place according to RANK and WORLD_SIZE, if they add ranks to `inner`."""
     if "WORLD_SIZE" not in env:
         if "RANK" in env:
             _agrees(env, "RANK", inner.rank, inner)
@@ -172,7 +166,7 @@ def _hand_made(env: Mapping[str, str], inner: Environment) -> Environment | None
 
 
 def _agrees(env: Mapping[str, str], name: str, value: int, inner: Environment) -> None:
-    """Check a lone RANK or WORLD_SIZE against what the launcher says."""
+    """Check a lone RANK or WORLD_SIZE against the launcher's own variables."""
     other = "WORLD_SIZE" if name == "RANK" else "RANK"
     if inner.launcher == "python":
         raise _wrong(env, name, f"is set, {other} is not", "set both, or unset it")
@@ -184,10 +178,8 @@ def _mpi(env: Mapping[str, str]) -> Environment | None:
     if SLOT in env:
         return _spawned(env)
     if "OMPI_COMM_WORLD_RANK" in env or "OMPI_COMM_WORLD_SIZE" in env:
-        prefix = "OMPI_COMM_WORLD_"
-        return _mpi_place(
-            env, prefix + "RANK", prefix + "SIZE", prefix + "LOCAL_RANK", prefix + "LOCAL_SIZE"
-        )
+        names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        return _mpi_place(env, *(f"OMPI_COMM_WORLD_{name}" for name in names))
     if "MPI_LOCALRANKID" in env and ("PMI_RANK" in env or "PMI_SIZE" in env):
         return _mpi_place(env, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     if "PMIX_RANK" not in env:
@@ -202,8 +194,6 @@ def _mpi(env: Mapping[str, str]) -> Environment | None:
         world_size=step.world_size,
         local_rank=step.local_rank,
         local_world_size=step.local_world_size,
-        node_rank=step.node_rank,
-        job_id=step.job_id,
     )
 
 
@@ -219,7 +209,6 @@ def _mpi_place(
         world_size=world_size,
         local_rank=_number(env, local_rank, advice, below=local_world_size, limit=local_size),
         local_world_size=local_world_size,
-        job_id=env.get("SLURM_JOB_ID"),
         replacements=_number(env, REPLACE, "unset it") if REPLACE in env else 0,
     )
 
@@ -232,7 +221,6 @@ def _spawned(env: Mapping[str, str]) -> Environment:
         rank=_number(env, SLOT, advice, low=size),
         world_size=size,
         local_world_size=size,
-        job_id=env.get("SLURM_JOB_ID"),
         joins=True,
         replacements=_number(env, REPLACE, advice),
     )
@@ -248,7 +236,7 @@ def _slurm_step(env: Mapping[str, str]) -> Environment | None:
     size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
     world_size = _number(env, size_name, advice, low=1)
     rank = _number(env, "SLURM_PROCID", advice, below=world_size, limit=size_name)
-    node_rank = _number(env, "SLURM_NODEID", advice) if "SLURM_NODEID" in env else None
+    node = _number(env, "SLURM_NODEID", advice) if "SLURM_NODEID" in env else 0
     local_rank = _number(env, "SLURM_LOCALID", advice, below=world_size, limit=size_name)
     address, port = (None, None) if world_size == 1 else _slurm_master(env, step)
     return Environment(
@@ -256,11 +244,9 @@ def _slurm_step(env: Mapping[str, str]) -> Environment | None:
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
-        local_world_size=max(_tasks_on_node(env, node_rank or 0, world_size), local_rank + 1),
-        node_rank=node_rank,
+        local_world_size=max(_tasks_on_node(env, node, world_size), local_rank + 1),
         master_addr=address,
         master_port=port,
-        job_id=env.get("SLURM_JOB_ID"),
     )
 
 
@@ -275,7 +261,7 @@ def _slurm_master(env: Mapping[str, str], step: int) -> tuple[str, int]:
     return address, _FIRST_PORT + (job * 31 + step) % _NUM_PORTS
 
 
-def _tasks_on_node(env: Mapping[str, str], node_rank: int, world_size: int) -> int:
+def _tasks_on_node(env: Mapping[str, str], node: int, world_size: int) -> int:
     """This node's entry of `SLURM_STEP_TASKS_PER_NODE`, such as `4(x2),3`."""
     per_node = env.get("SLURM_STEP_TASKS_PER_NODE")
     if per_node is None:
@@ -284,8 +270,8 @@ def _tasks_on_node(env: Mapping[str, str], node_rank: int, world_size: int) -> i
     try:
         for item in per_node.split(","):
             count, _, repeat = item.partition("(x")
-            node_rank -= parse_int(repeat.rstrip(")") or "1", least=1)
-            if node_rank < 0:
+            node -= parse_int(repeat.rstrip(")") or "1", least=1)
+            if node < 0:
                 return parse_int(count, least=1)
     except ValueError:
         pass
@@ -301,7 +287,7 @@ def _number(
     below: int | None = None,
     limit: str = "",
 ) -> int:
-    """An integer variable; `advice` tells what to do when it is not one in [low, below)."""
+    """An integer variable; `advice` says what to do if it is not one in [low, below)."""
     text = _text(env, name, advice)
     if not (text.isascii() and text.isdecimal() and len(text) < 20):
         raise _wrong(env, name, "is not a whole number", advice)
@@ -329,3 +315,53 @@ def _text(env: Mapping[str, str], name: str, advice: str) -> str:
 def _wrong(env: Mapping[str, str], name: str, what: str, advice: str) -> EnvironError:
     which = f"{name}={shown(env[name])[1:-1]}" if name in env else name
     return EnvironError(f"environment variable {which} {what}; {advice}")
+
+
+def num_hosts(nodelist: str) -> int:
+    """The number of hosts of SLURM's compressed list.
+
+    Raises:
+        EnvironError: the list is not well-formed.
+    """
+    sizes = ([group.size for group in groups] for _, groups in _hosts(nodelist))
+    return sum(map(math.prod, sizes))
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of SLURM's compressed list.
+
+    Raises:
+        EnvironError: the list is not well-formed.
+    """
+    texts, groups = _hosts(nodelist)[0]
+    pairs = zip(texts, [*(group.first for group in groups), ""], strict=True)
+    return "".join(text + number for text, number in pairs)
+
+
+class _Group(NamedTuple):
+    """Numbers in brackets: the first one as it is written, and how many there are."""
+
+    first: str
+    size: int
+
+
+def _hosts(nodelist: str) -> list[tuple[list[str], list[_Group]]]:
+    """Entries of a list: the texts before, between and after their groups, and the groups."""
+    entries = []
+    if _HOSTS.fullmatch(nodelist):
+        for host in re.findall(_HOST, nodelist, re.ASCII):
+            groups = [_group(text) for text in re.findall(_GROUP, host, re.ASCII)]
+            entries.append((re.split(_GROUP, host, flags=re.ASCII), groups))
+    if not entries or any(group.size < 1 for _, groups in entries for group in groups):
+        raise EnvironError(
+            f"node list {shown(nodelist)} is malformed: expected hosts like n1 or n[01-03,07], "
+            "separated by commas; set MASTER_ADDR to rank 0's host to do without it"
+        )
+    return entries
+
+
+def _group(text: str) -> _Group:
+    """`[01-03,07]` as a group; 0 numbers where a range ends before it begins."""
+    ranges = [item.partition("-") for item in text[1:-1].split(",")]
+    sizes = [int(last or first) - int(first) + 1 for first, _, last in ranges]
+    return _Group(ranges[0][0], sum(sizes) if min(sizes) > 0 else 0)

@@ -40,7 +40,7 @@ def open_transport(
             rank 0's host is unknown here.
     """
     global _has_opened
-    # A new process begins with a script's first training: only there it can take a place.
+    # A new process begins with a script's first training, and can join only that one.
     is_first, _has_opened = not _has_opened, True
     if environment.world_size == 1:
         return LocalTransport()
@@ -48,7 +48,7 @@ def open_transport(
         assert environment.master_addr is not None
         assert environment.master_port is not None
         address = (environment.master_addr, environment.master_port)
-        # SLURM tells all ranks alike how many of them are on a host.
+        # SLURM gives all ranks the same number of ranks on a host.
         if environment.launcher == "slurm" and environment.is_one_host:
             address = (LOOPBACK, environment.master_port)
         if environment.supervisor_fd is not None:
@@ -72,7 +72,17 @@ def free_port() -> int:
 def _over_mpi(
     environment: Environment, device: torch.device, timeout_s: float, is_first: bool
 ) -> Transport:
-    from lockstep.comm.mpi.library import MPI
+    try:
+        from lockstep.comm.mpi.library import MPI
+    except (ImportError, RuntimeError) as error:  # mpi4py raises the second kind
+        reason = str(error).strip().splitlines()[-1]
+        text = f"no MPI library can be loaded ({reason}); `lockstep doctor` checks what is there"
+        if folders := os.environ.get("LD_LIBRARY_PATH"):
+            text = (
+                f"LD_LIBRARY_PATH={folders}: no MPI library can be loaded ({reason}); unset it, or "
+                "put the folder of the library that belongs to mpi4py first"
+            )
+        raise alone(EnvironError(text)) from None
 
     world = MPI.COMM_WORLD
     place = (0, 1) if environment.joins else (environment.rank, environment.world_size)

@@ -1,4 +1,4 @@
-"""What a rank sets of its own process: threads, signals, output, and a trace of a few steps."""
+"""Settings of a rank's own process: threads, signals and output; and a trace of a few steps."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from lockstep.launching.rank.environment import Environment, detect
 
 @contextlib.contextmanager
 def num_threads(threads: int, environment: Environment) -> Iterator[list[str]]:
-    """Compute with this many threads in this process while in here.
+    """Compute with this many threads in this process within the context.
 
     Args:
         threads: number of threads of each rank.
@@ -45,8 +44,8 @@ def num_threads(threads: int, environment: Environment) -> Iterator[list[str]]:
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
     torch.set_num_threads(threads)
     if environment.world_size > 1:
-        # It cannot be put back, so only in a process that is there to be a rank. It is refused once
-        # operations have run in parallel; then nothing is lost but some idle threads.
+        # This cannot be undone, so only in a process that exists to be a rank. It is refused once
+        # operations have run in parallel; then the only cost is some idle threads.
         with contextlib.suppress(RuntimeError):
             torch.set_num_interop_threads(1)
     try:
@@ -76,7 +75,7 @@ PREEMPTED = signal.SIGUSR1
 """Signal that a batch system sends some time before it ends the job."""
 
 STOP_FILE = "LOCKSTEP_STOP_FILE"
-"""Environment variable with the path of a file in which a launcher says what `ASK_STOP` is for."""
+"""Environment variable with the path of a file that holds the reason of an `ASK_STOP`."""
 
 _REASONS = {
     signal.SIGINT: "interrupted",
@@ -88,8 +87,8 @@ _REASONS = {
 
 
 def write_reason(path: Path, signum: signal.Signals) -> None:
-    """Say what ranks are asked to stop for, before they are sent `ASK_STOP`."""
-    with suppress(OSError):  # they then count it as an interruption
+    """Write the reason of a stop, before `ASK_STOP` is sent to the ranks."""
+    with contextlib.suppress(OSError):  # without it they take the reason to be an interruption
         path.write_text(_REASONS[signum])
 
 
@@ -101,10 +100,10 @@ class Terminal:
         self._files = [fd for fd in range(3) if os.isatty(fd)]
 
     def meant_by(self, signum: int) -> signal.Signals:
-        """The signal that one stands for: closing the terminal is as pressing Ctrl-C in it."""
+        """The signal, or SIGINT for a SIGHUP that means that the terminal was closed."""
         if signum != signal.SIGHUP or not self._was_there or self._is_there():
             return signal.Signals(signum)
-        # What is printed from here on has nowhere to go, and must not end what is to stop in order.
+        # From here on output has nowhere to go, and must not end a process that stops in order.
         nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for fd in self._files:
             os.dup2(nowhere, fd)
@@ -124,7 +123,7 @@ class StopRequest:
     """Turns signals into a request to stop, while it is entered as a context manager.
 
     Enter it before other ranks can know of this one: from then on no such signal kills it. A
-    preemption that came while this process started counts.
+    preemption notice that came while this process started counts too.
     A second SIGINT raises `KeyboardInterrupt`. Outside of the main thread, where Python allows
     no signal handlers, nothing is ever requested.
     """
@@ -136,7 +135,7 @@ class StopRequest:
         self._previous: dict[signal.Signals, Any] = {}
 
     def reason(self) -> str | None:
-        """Why a stop has been requested, as soon as it has: one of `STOP_REASONS`."""
+        """The reason of a requested stop; None without a request."""
         return self._reason
 
     def __enter__(self) -> StopRequest:
@@ -150,12 +149,7 @@ class StopRequest:
                     self._reason = self._reason or _REASONS[signum]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for signum, handler in self._previous.items():
             # None stands for a handler that was not installed from Python: it can't be put back.
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
@@ -172,7 +166,7 @@ class StopRequest:
 def _reason(signum: signal.Signals) -> str:
     path = os.environ.get(STOP_FILE)
     if signum == ASK_STOP and path:
-        with suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
             said = Path(path).read_text()
             if said in _REASONS.values():
                 return said
@@ -181,7 +175,7 @@ def _reason(signum: signal.Signals) -> str:
 
 @contextlib.contextmanager
 def whole_lines() -> Iterator[None]:
-    """Write each line of standard output as soon as it is whole, and in one go, while in here.
+    """Write each line of standard output as soon as it is complete, and in one call.
 
     Ranks may share one pipe, where lines written piece by piece (as `PYTHONUNBUFFERED` does)
     would mix.
@@ -195,25 +189,25 @@ def whole_lines() -> Iterator[None]:
     try:
         yield
     finally:
-        # What cannot be written, on a full disk, fails here once more; the run goes on without it.
+        # Output that a full disk refuses fails here again; the run goes on without it.
         with contextlib.suppress(OSError):
             if not stream.closed:
                 stream.reconfigure(line_buffering=before[0], write_through=before[1])
 
 
 def tell(error: LockstepError, place: str = "") -> None:
-    """Print an error for the user, if this rank is the one that does and nobody has yet.
+    """Print an error for the user, if this is the rank to do so and it was not printed yet.
 
     Args:
         error: the error.
-        place: what is added to the message.
+        place: text to add to the message.
     """
-    if not error.is_told and _is_teller(error):
+    if not error.is_told and _prints(error):
         print(f"error: {error}{place}", file=sys.stderr, flush=True)
 
 
-def _is_teller(error: LockstepError) -> bool:
-    """Whether this is rank 0, of the group or else of the launch; or the only one that knows."""
+def _prints(error: LockstepError) -> bool:
+    """Whether this is rank 0, of the group or else of the launch, or the only rank that knows."""
     if error.is_alone:
         return True
     if error.rank is not None:
@@ -227,8 +221,8 @@ def _is_teller(error: LockstepError) -> bool:
 class Profiler:
     """Records some steps of this process, and writes them as a Chrome trace.
 
-    To be used in a `with` statement around the training; a trace that the end of the training cuts
-    short is written too.
+    Use it in a `with` statement around the training; an incomplete trace at the end of the training
+    is written too.
 
     Args:
         steps: first and last step to record, counted from the start of this session in this
@@ -249,7 +243,7 @@ class Profiler:
         self._is_done = False
 
     def __call__(self, step: int) -> None:
-        """Take note of a committed step; begins and ends the recording.
+        """Count a committed step; begins and ends the recording.
 
         Args:
             step: number of steps of the run that are committed.
@@ -270,13 +264,13 @@ class Profiler:
             self._range.__enter__()  # type: ignore[no-untyped-call]
 
     def _end_range(self) -> None:
-        """Close the range in the trace that is the step."""
+        """End the range of the step in the trace."""
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None
 
     def _write(self) -> None:
-        """End the recording and store it; that it cannot be stored is a warning."""
+        """End the recording and write it; a failure to write is a warning."""
         recorded, self._profile = self._profile, None
         if recorded is None:
             return
@@ -295,12 +289,7 @@ class Profiler:
     def __enter__(self) -> Profiler:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._end_range()
         if self._profile is not None and self._step >= self._since:
             self._write()

@@ -1,11 +1,11 @@
-"""A process beside each rank that turns a hang into a death, which the others can recover from.
+"""A process beside each rank that kills the rank if it hangs, so that the others can recover.
 
 A rank that is stopped, or stuck in a deadlock, an endless loop or a dead file system, would keep
-all others waiting for ever. Its watchdog reads its heartbeat, and when that has not beaten for too
-long, saves the rank's Python stack and kills it. A rank that waits for others is not the one that
-hangs. With the stack goes a copy of the rank's newest calls; also of one that has waited for long,
-since the launcher may end all ranks once one is dead, and since ranks that have made different
-calls wait for each other for ever.
+all others waiting for ever. Its watchdog reads its heartbeat. When that has stood still for too
+long, it saves the rank's Python stack and newest calls, and kills the rank. A rank that waits for
+others is not the one that hangs. The newest calls of a rank that has waited for long are saved too:
+the launcher may end all ranks once one is dead, and ranks that have made different calls wait for
+each other for ever.
 
 This file is also run as a script, without site packages and without importing `lockstep`.
 """
@@ -24,20 +24,19 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 
 STACK_SIGNAL = signal.SIGRTMIN + 3
-"""At this signal a rank writes its Python stacks down, whatever it is doing."""
+"""At this signal a rank writes out its Python stacks, whatever it is doing."""
 
 _POLL_S = 0.1
 _STACK_S = 0.3
 _SAY_S = 1.0
 _QUIET_S = 0.05
-"""A stack that has not grown for this long is complete: nothing else tells its end."""
+"""A stack that has not grown for this long is complete: nothing else marks its end."""
 _PATIENCE = 0.5
-"""A rank that waits for this part of the timeout has its calls written down."""
+"""Part of the timeout after which the calls of a waiting rank are written to a file."""
 _FACTOR = 10
-"""A rank may pause this many times as long as it ever did."""
+"""A rank may pause this many times as long as its longest pause so far."""
 
 
 class Watchdog:
@@ -45,12 +44,12 @@ class Watchdog:
 
     Args:
         heartbeat_fd: file descriptor of the memory that holds the heartbeat; -1 if there is none.
-        timeout_s: seconds that a rank may stand still; more if it has paused for long before.
+        timeout_s: seconds for which a rank may stand still; more after a long pause.
         report: path of the JSON file for the reason and the Python stacks.
         calls_fd: file descriptor of the memory with the newest calls; -1 if there is none.
         calls: path of the file for the newest calls of a rank that is killed.
         waiting: path of the file for those of one that waits; it is there as long as it does.
-        name: what the user is told of a rank that has waited for `timeout_s`; "" tells nothing.
+        name: name of the rank in the message that it has waited for `timeout_s`; "" for no message.
     """
 
     def __init__(
@@ -89,12 +88,7 @@ class Watchdog:
         )
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._child is not None:
             self._child.kill()
             self._child.wait()
@@ -121,8 +115,8 @@ def main(
 
     def end(reason: str, is_stopped: bool = False) -> None:
         _copy(calls_fd, calls)
-        # To write its stack a stopped process would have to go on, and would train meanwhile. Where
-        # it was stopped says nothing of what has stopped it anyway.
+        # To write its stack, a stopped process would have to continue, and would train meanwhile.
+        # Besides, the place where it was stopped does not explain who has stopped it.
         text = reason if is_stopped else f"{reason}; its Python stack:\n{_stack(pid, stack_fd)}"
         _end(pid, report, text)
 
@@ -131,24 +125,24 @@ def main(
     poll_s = min(_POLL_S, timeout_s / 10)
     longest_s = 0.0
     beats, since, stopped_since = heartbeat[0], time.monotonic(), 0.0
-    turns, turned = heartbeat[0], since
-    is_written = is_told = False
+    waiting_beats, waiting_since = heartbeat[0], since
+    is_written = is_reported = False
     while os.getppid() == pid:
         now = time.monotonic()
         if heartbeat[0] != beats or heartbeat[1]:
             longest_s = max(longest_s, now - since) if not heartbeat[1] else longest_s
             beats, since = heartbeat[0], now
-        if heartbeat[0] != turns or not heartbeat[1]:
-            turns, turned = heartbeat[0], now
+        if heartbeat[0] != waiting_beats or not heartbeat[1]:
+            waiting_beats, waiting_since = heartbeat[0], now
             if is_written:
                 _remove(waiting)
-                is_written = is_told = False
-        elif not is_written and now - turned > timeout_s * _PATIENCE:
+                is_written = is_reported = False
+        elif not is_written and now - waiting_since > timeout_s * _PATIENCE:
             is_written = True
             _copy(calls_fd, waiting)
-        elif name and not is_told and now - turned > timeout_s:
-            # A host that is cut off ends no connection, so that nobody else would say anything.
-            is_told = True
+        elif name and not is_reported and now - waiting_since > timeout_s:
+            # The connections to a host that is cut off stay open, so nothing else reports it.
+            is_reported = True
             _say(
                 f"{name} has waited for {timeout_s:g} s in one call: another rank, or its host, "
                 "does not answer"
@@ -171,7 +165,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _stack(pid: int, stack_fd: int) -> str:
-    """The Python stacks of the process, as far as it writes them down."""
+    """The Python stacks of the process, if it can still write them."""
     os.kill(pid, STACK_SIGNAL)
     grown = time.monotonic()
     deadline, size = grown + _STACK_S, 0
@@ -184,27 +178,27 @@ def _stack(pid: int, stack_fd: int) -> str:
 
 
 def _end(pid: int, report: str, text: str) -> None:
-    """Write down why, and kill the process."""
+    """Write the reason to a file, and kill the process."""
     _write(report, json.dumps({"reason": text}).encode())
     _say(f"process {pid} {text}")
     os.kill(pid, signal.SIGKILL)
 
 
 def _say(text: str) -> None:
-    # In a thread: whoever reads standard error may have stopped reading, and keeps nothing alive.
+    # In a thread: the reader of standard error may have stalled, and must not save a hung process.
     said = threading.Thread(target=os.write, args=(2, f"{text}\n".encode()), daemon=True)
     said.start()
     said.join(_SAY_S)
 
 
 def _copy(calls_fd: int, path: str) -> None:
-    """Write down the newest calls of the process."""
+    """Write the newest calls of the process to a file."""
     if calls_fd >= 0:
         _write(path, os.pread(calls_fd, os.fstat(calls_fd).st_size, 0))
 
 
 def _write(path: str, data: bytes) -> None:
-    """Put a file in place as a whole; if it cannot be, that must not keep a hung process alive."""
+    """Write a file as a whole; a failure must not keep a hung process alive."""
     with contextlib.suppress(OSError):
         folder, name = os.path.split(path)
         os.makedirs(folder or ".", exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a batch job asks SLURM for, checked before any script is written."""
+"""The resources that a batch job requests from SLURM, checked before any script is written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LONGEST_NOTICE_S = 65_535
 
 @dataclass(frozen=True)
 class Resources:
-    """What a job asks SLURM for.
+    """The resources that a job requests from SLURM.
 
     Attributes:
         nodes: number of nodes.
@@ -24,10 +24,10 @@ class Resources:
             (days-hours).
         partition: partition to run in; SLURM's default if None.
         account: account that pays; SLURM's default if None.
-        signal_before_s: seconds before the time limit at which the ranks are told to stop.
+        signal_before_s: seconds before the time limit at which the ranks are asked to stop.
 
     Raises:
-        LaunchError: SLURM would not take one of them, or it makes no sense.
+        LaunchError: SLURM would refuse one of them, or it makes no sense.
     """
 
     nodes: int
@@ -64,7 +64,7 @@ class Resources:
 
     @property
     def patience_s(self) -> int:
-        """Seconds that ranks which were told to stop may take for it, before they are ended."""
+        """Seconds that ranks may take to stop on request, before they are ended."""
         return max(self.signal_before_s // 2, self.signal_before_s - 30)
 
 

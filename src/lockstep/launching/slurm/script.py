@@ -28,7 +28,7 @@ _OWN = {
     "partition": "--partition", "account": "--account", "signal": "--signal-before",
     "output": "--output, beside which the log is", "chdir": "the working directory",
 }  # fmt: skip
-"""Options that lockstep sets, and what sets them."""
+"""Options of sbatch that lockstep sets, and where users set them."""
 
 _NEVER = {
     "open-mode": "a requeued job goes on in the same log",
@@ -36,7 +36,7 @@ _NEVER = {
     "wrap": "there is a script", "parsable": "it is no option of a job script",
     "test-only": "it is no option of a job script", "wait": "it is no option of a job script",
 }  # fmt: skip
-"""Options that the script cannot work with, and why."""
+"""Options that the script cannot work with, and the reasons."""
 
 
 class Given(NamedTuple):
@@ -55,8 +55,8 @@ def checked(*sources: Sequence[Given], is_sweep: bool = False) -> tuple[str, ...
     """Options of sbatch as lines of a job script.
 
     Args:
-        sources: options such as `--gpus-per-task=1` and `--exclusive`, of those who give them; what
-            one has given, the next may give another value.
+        sources: options such as `--gpus-per-task=1` and `--exclusive`, by source; a later source
+            may give an option another value.
         is_sweep: whether the job is an array whose tasks are the points of a sweep.
 
     Raises:
@@ -219,7 +219,7 @@ _AS_USUAL = (
     "trap - ERR DEBUG RETURN",
     "unset IFS",
 )
-"""The lines that undo what a site's lines have set for themselves, such as `set -euo pipefail`."""
+"""Lines that undo the shell options of a site's lines, such as `set -euo pipefail`."""
 
 
 def _directives(job: BatchJob) -> list[str]:
@@ -282,11 +282,11 @@ _OWN_LOG = (
     '    mkdir -p "$(dirname "$run_dir")" && exec >>"$run_dir.log" 2>&1',
     "fi",
 )
-"""The lines with which a task of an array writes beside its run directory."""
+"""Lines by which a task of an array writes its log beside its run directory."""
 
 
 def _points(job: BatchJob) -> list[str]:
-    """The lines that say what a task of an array trains, and where."""
+    """Lines with the config and run directory of each task of an array."""
     lines = ["case ${SLURM_ARRAY_TASK_ID:-none} in"]
     for number, (path, words) in enumerate(job.points):
         lines.append(f"{number}) run_dir={shlex.quote(str(path))}")

@@ -1,9 +1,9 @@
-"""Stand for a process that a warm server forks: `proxy.py SERVER PROGRAM ARGUMENTS…`.
+"""The proxy of a process that a warm server forks: `proxy.py SERVER PROGRAM ARGUMENTS…`.
 
-The process gets what this one was started with: arguments, environment, folder, open files, cores,
-limits and ignored signals. Signals go through here, both end alike, and neither outlives the other.
-Where the server cannot be reached, or refuses since the process would differ from a start of its
-own, this one becomes the program.
+The process gets everything that this one was started with: arguments, environment, folder, open
+files, cores, limits and ignored signals. This one forwards signals to it; both end in the same way,
+and neither outlives the other. Where the server cannot be reached, or refuses since the process
+would differ from a start of its own, this one becomes the program.
 
 This file is run as a script, without site packages and without importing `lockstep`, so that it
 costs milliseconds.
@@ -25,10 +25,10 @@ from types import FrameType
 from typing import Any
 
 SERVER = "LOCKSTEP_WARM_SERVER"
-"""Variable of a forked process: the server, for processes that it starts in its turn."""
+"""Variable of a forked process: the server, for processes that it starts itself."""
 
 PROXY = "LOCKSTEP_WARM_PROXY"
-"""Variable that the system shows of a forked process, which itself does not see it: the number of
+"""Variable that /proc shows for a forked process, but that the process does not have: the number of
 its proxy."""
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -42,7 +42,7 @@ MOST_FDS = 200
 _ANSWER_S = 120.0
 _NO_PROCESS = 70
 _STATUS = ("Uid", "Gid", "Groups", "NoNewPrivs", "Seccomp", "CapInh", "CapPrm", "CapEff", "CapBnd")
-"""Lines of /proc/self/status that a process cannot set for itself as it likes."""
+"""Lines of /proc/self/status that a process cannot change freely."""
 
 
 def through_proxy(argv: Sequence[str], server: str) -> list[str]:
@@ -94,7 +94,7 @@ def receive(line: socket.socket) -> tuple[Any, list[int]]:
 
 
 def surroundings() -> dict[str, Any]:
-    """What a process gets from who has started it and cannot change: equal in both, or no fork."""
+    """What a process inherits and cannot change; it must be equal in proxy and server."""
     with open("/proc/self/status", encoding="ascii", errors="replace") as file:
         status = dict(line.rstrip("\n").partition(":")[::2] for line in file)
     with open("/proc/self/cgroup", encoding="utf-8", errors="replace") as file:
@@ -105,6 +105,7 @@ def surroundings() -> dict[str, Any]:
         "cgroup": group,
         "namespaces": [[name, os.readlink(f"/proc/self/ns/{name}")] for name in spaces],
         "root": list(os.stat("/")[1:3]),
+        "encoding": sys.getfilesystemencoding(),  # of the names that an order is made of
         "nice": os.getpriority(os.PRIO_PROCESS, 0),
         "scheduler": os.sched_getscheduler(0),
         "hard_limits": [most for _, most in _limits()],
@@ -112,7 +113,7 @@ def surroundings() -> dict[str, Any]:
 
 
 def hand_over(server: str, argv: Sequence[str]) -> None:
-    """Have `argv` run by a process of the server, and end as that does; return if none runs it."""
+    """Let a process of the server run `argv`, and end as it does; return if none runs it."""
     line = socket.socket(socket.AF_UNIX)
     try:
         line.connect(address(server))
@@ -137,7 +138,7 @@ def hand_over(server: str, argv: Sequence[str]) -> None:
 
 
 def _order(argv: Sequence[str], fds: Sequence[int]) -> dict[str, Any]:
-    """All that the forked process is to be like this one in."""
+    """The message with all that the forked process takes over from this one."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     known = {s: signal.getsignal(s) for s in signal.valid_signals()}
     ignored = [s for s, handler in known.items() if handler is signal.SIG_IGN]
@@ -159,7 +160,7 @@ def _order(argv: Sequence[str], fds: Sequence[int]) -> dict[str, Any]:
 
 
 def _proxy(line: socket.socket, handle: int, fds: Sequence[int]) -> None:
-    """Pass signals on to a process until it ends, and end as it does."""
+    """Forward signals to a process until it ends, and end as it does."""
 
     def forward(signum: int, frame: FrameType | None) -> None:
         with contextlib.suppress(OSError):  # it has ended
@@ -170,7 +171,7 @@ def _proxy(line: socket.socket, handle: int, fds: Sequence[int]) -> None:
             signal.signal(signum, forward)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     for fd in fds:
-        os.close(fd)  # pipes end when those who write to them do
+        os.close(fd)  # a pipe must end when the process that writes to it does
     line.settimeout(None)
     try:
         status, _ = receive(line)
@@ -184,7 +185,7 @@ def _proxy(line: socket.socket, handle: int, fds: Sequence[int]) -> None:
 
 
 def _die(signum: int) -> None:
-    """End by a signal, without a picture of the memory: the process that did the work has one."""
+    """End by a signal, without a core dump: the process that did the work has its own."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     if signum != signal.SIGKILL:
         signal.signal(signum, signal.SIG_DFL)

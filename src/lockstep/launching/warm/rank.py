@@ -1,8 +1,8 @@
-"""A forked process in the place of the interpreter that its proxy was to be, to its end.
+"""A forked process that takes the place of an interpreter, to its end.
 
-A forked process is shown as the one that it was forked from, but for what it asks the kernel to
-show instead. A launch finds its processes by their environment (`launchers.host.processes`), and so
-do people by their arguments.
+The system shows a forked process with the arguments and environment of the one that it was forked
+from, unless it asks the kernel to show others. A launch finds its processes by their environment
+(`launching.host.processes`), and people by their arguments.
 
 An interpreter frees all modules, one by one. In a forked process this also copies the memory that
 they lie in, which it shares with the server. So only those are freed that are its own.
@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 
 from lockstep.comm.host import collect_as_usual, use_large_pages
 from lockstep.launching.rank.early import prepare
-from lockstep.launching.warm.forked import Forked
+from lockstep.launching.warm import Forked
 from lockstep.launching.warm.proxy import limit_numbers
 
 _PR_SET_NAME, _PR_SET_MM, _PR_SET_MM_MAP = 15, 35, 14
@@ -59,9 +59,9 @@ class _Map(ctypes.Structure):
 
 
 def can_be_shown() -> bool:
-    """Whether this system lets a process say what is shown of it; nothing is changed."""
+    """Whether this system lets a process change what is shown of it; nothing is changed."""
     try:
-        _tell(_current())
+        _show(_current())
     except (OSError, ValueError, AttributeError):
         return False
     return True
@@ -85,7 +85,7 @@ def show_as(argv: Sequence[str], environment: Mapping[str, str]) -> None:
     places = _current()
     places.arg_start, places.arg_end = start, start + len(arguments)
     places.env_start, places.env_end = start + len(arguments), start + size
-    _tell(places)
+    _show(places)
     # The kernel reads it as long as the process lives, so it is never given back.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(text))
 
@@ -104,7 +104,7 @@ def _current() -> _Map:
     return _Map(**found, brk=sbrk(0), exe_fd=_SAME_EXECUTABLE)
 
 
-def _tell(places: _Map) -> None:
+def _show(places: _Map) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     size = ctypes.c_ulong(ctypes.sizeof(places))
     zero = ctypes.c_ulong(0)
@@ -136,7 +136,7 @@ def end(status: int, known: Collection[str]) -> NoReturn:
 
 
 def _clear(module: ModuleType) -> None:
-    """Let go of a module's values, private ones first: files that are open get what is written."""
+    """Release a module's values, private ones first, so that open files are flushed."""
     values = vars(module)
     names = [name for name in values if name not in ("__builtins__", "__name__")]
     for name in sorted(names, key=lambda name: not name.startswith("_")):
@@ -144,7 +144,7 @@ def _clear(module: ModuleType) -> None:
 
 
 def run(forked: Forked) -> NoReturn:
-    """Be a process of one's own, run its program, and end.
+    """Become a process of its own, run its program, and end.
 
     Args:
         forked: what was raised in this process.
@@ -163,7 +163,7 @@ def run(forked: Forked) -> NoReturn:
 
 
 def _take_files(numbers: list[int], fds: list[int]) -> None:
-    """Have the open files of the proxy under their numbers, and no others."""
+    """Take the open files of the proxy, under their numbers, and close all others."""
     first = max(2, *numbers, *fds) + 1
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD, first) for fd in fds]
     for fd in map(int, os.listdir("/proc/self/fd")):
@@ -218,7 +218,7 @@ def _stream(number: int, name: str, encoding: str, errors: str) -> io.TextIOWrap
 
 
 def _forget() -> None:
-    """Be as an interpreter that begins: what differs from one to the next, and what was changed."""
+    """Reset what differs from one interpreter to the next, and what the server has changed."""
     import multiprocessing
 
     random.seed()
@@ -253,7 +253,7 @@ def _take_signals(order: dict[str, Any]) -> None:
 
 
 def _status(argv: list[str]) -> int:
-    """Run what `python` is started with, as its main program.
+    """Run the arguments of `python` as its main program.
 
     Returns:
         The exit code that it ends with; negative for a signal.

@@ -1,4 +1,4 @@
-"""The server of a launch: forks a process for each proxy, and sees both to one end."""
+"""The server of a launch: forks a process for each proxy, and lets both end together."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockstep.launching.host.parent_watch import PR_SET_PDEATHSIG
-from lockstep.launching.warm.forked import Forked
+from lockstep.launching.warm import Forked
 from lockstep.launching.warm.proxy import PROXY, SERVER, address, is_own, receive, send
 from lockstep.launching.warm.rank import show_as
 
 _BACKLOG = 128
 _ORDER_S = 10.0
-"""Seconds that a proxy may take to say what it wants."""
+"""Seconds that a proxy may take to send its order."""
 _ALL = signal.valid_signals()
 
 Fits = Callable[[dict[str, Any]], bool]
-"""Whether a process forked from this one would be as a start of its own."""
+"""Whether a process forked from this one would equal a start of its own."""
 
 
 def listener(name: str) -> socket.socket:
@@ -83,7 +83,7 @@ class Server:
                     self._selector.unregister(key.fileobj)
 
     def _take(self, line: socket.socket) -> None:
-        """Do what a proxy wants, or close its line: it then does without."""
+        """Carry out the order of a proxy, or close its line: it then becomes the program itself."""
         line.settimeout(_ORDER_S)
         order, fds = None, []
         with contextlib.suppress(OSError, ValueError):
@@ -100,7 +100,7 @@ class Server:
             return
         self._lines[pid] = line
         self._selector.register(line, selectors.EVENT_READ, pid)
-        with contextlib.suppress(OSError):  # it is gone, which the line tells
+        with contextlib.suppress(OSError):  # it is gone: its line is closed
             handle = os.pidfd_open(pid)
             try:
                 send(line, pid, [handle])
@@ -113,7 +113,7 @@ class Server:
         Raises:
             Forked: in the forked process.
         """
-        # A signal that comes before it is as its proxy would be has to wait.
+        # Signals wait until the process is set up as its proxy would be.
         before = signal.pthread_sigmask(signal.SIG_SETMASK, _ALL)
         pid = os.fork()
         if pid:
@@ -127,15 +127,15 @@ class Server:
         raise Forked(order, kept)
 
     def _become(self, order: dict[str, Any], line: socket.socket) -> None:
-        """In a forked process: be found, and end with the server and with the proxy."""
+        """In a forked process: become findable, and end with the server and with the proxy."""
         server = os.getppid()
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()
         environment = order["environment"] | {SERVER: self._name}
         show_as(order["argv"], environment | {PROXY: str(order["proxy"])})
         order["environment"] = environment
-        # Whoever looks for the processes of a launch finds this one from here on. Those who have
-        # looked before have killed the proxy.
+        # From here on, a search for the processes of the launch finds this one. An earlier search
+        # has killed the proxy.
         line.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             if not line.recv(1, socket.MSG_PEEK):
@@ -148,7 +148,7 @@ class Server:
             other.close()
 
     def _reap(self) -> None:
-        """Tell proxies how their processes have ended."""
+        """Send proxies the exit statuses of their processes."""
         while self._lines:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)

@@ -1,4 +1,4 @@
-"""Warm servers: when there can be one, starting it, and whether a fork fits."""
+"""Starting a warm server: where there can be one, and which processes may be forked from it."""
 
 from __future__ import annotations
 
@@ -12,76 +12,74 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lockstep.launching.host.parent_watch import PR_SET_PDEATHSIG, bound_to_parent
 from lockstep.launching.host.processes import THREAD_VARIABLES
 from lockstep.launching.job.commands import is_one_host, rank_environment
 from lockstep.launching.systems import load_recipe
-from lockstep.launching.warm.forked import Forked, is_command, is_wanted
+from lockstep.launching.warm import Forked, is_command, is_wanted
 from lockstep.launching.warm.proxy import surroundings
 from lockstep.launching.warm.rank import can_be_shown
 from lockstep.launching.warm.server import Fits, Server, listener
 
 _PLACES = ("LOCKSTEP_", "OMPI_", "OPAL_", "PMIX_", "PRTE_")
-"""Prefixes of the variables by which launchers tell ranks their places."""
+"""Prefixes of the variables that hold the places of ranks."""
 _SHELL = ("PWD", "OLDPWD", "SHLVL", "_")
-"""Variables that shells and launchers set for any program, and that no library reads."""
+"""Variables that shells and launchers set for every program, and that no library reads."""
 _LIBRARIES = "LD_LIBRARY_PATH"
-
-
-def fitting(environment: Mapping[str, str]) -> Fits:
-    """What a server of this process asks of orders.
-
-    Args:
-        environment: variables that all processes are to have, but for those that tell a rank its
-            place. They must be those that this process has read at its own start: libraries look
-            at theirs when they are loaded.
-    """
-    here, executable = surroundings(), sys.executable
-    known = _of_no_place(environment)
-
-    def fits(order: dict[str, Any]) -> bool:
-        program, *arguments = order["argv"]
-        return (
-            program == executable
-            and is_simple(arguments)
-            and order["surroundings"] == here
-            and _of_no_place(order["environment"]) == known
-        )
-
-    return fits
-
-
-def is_simple(arguments: list[str]) -> bool:
-    """Whether they are a module, code or a file, with no option of the interpreter before."""
-    if arguments[:1] in (["-m"], ["-c"]):
-        return len(arguments) > 1
-    return bool(arguments) and arguments[0].endswith(".py") and os.path.isfile(arguments[0])
-
-
-def _of_no_place(environment: Mapping[str, str]) -> dict[str, str]:
-    kept = {
-        name: value
-        for name, value in environment.items()
-        if not name.startswith(_PLACES) and name not in _SHELL
-    }
-    # mpirun puts the folder of its own libraries in front, where it is not needed.
-    own = environment.get("OMPI_LIBDIR_LOC")
-    folders = [f for f in kept.pop(_LIBRARIES, "").split(os.pathsep) if f and f != own]
-    return kept | {_LIBRARIES: os.pathsep.join(folders)}
-
-
 _GPU_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
 _THREAD_ENDS_S = 1.0
+
+_MODULES = ("lockstep.cli.main", "lockstep.cli.start.train")
+"""Modules that ranks import first."""
+_LAUNCHERS = ("python", "local", "mpi")
+
+
+def fork_server(launcher: str, target: str) -> AbstractContextManager[str]:
+    """A server for the ranks of a command, forked from it before it imports a user's code.
+
+    Args:
+        launcher: name of the launcher that will start ranks.
+        target: recipe, file or script that they will train.
+
+    Yields:
+        Its name; empty where each rank starts an interpreter of its own.
+    """
+    if not _is_possible(launcher):
+        return nullcontext("")
+    if ".py" not in target:
+        load_recipe(target)
+    return forked(rank_environment(threads=1))
+
+
+def new_server(launcher: str, threads: int) -> AbstractContextManager[str]:
+    """A server for the ranks of a program, in a process of its own that imports none of its code.
+
+    Args:
+        launcher: name of the launcher that will start ranks.
+        threads: number of threads of each rank.
+
+    Yields:
+        Its name; empty where each rank starts an interpreter of its own.
+    """
+    if threads != 1 or not _is_possible(launcher):
+        return nullcontext("")
+    return spawned(rank_environment(threads), _MODULES)
+
+
+def _is_possible(launcher: str) -> bool:
+    if launcher not in _LAUNCHERS or not is_wanted(os.environ) or not can_serve(os.environ):
+        return False
+    return launcher != "mpi" or is_one_host(os.environ)
 
 
 def can_serve(environment: Mapping[str, str]) -> bool:
     """Whether ranks on this host can be forked from a server.
 
-    Not in a batch job, which puts each rank where it should be; and not where there are GPUs, which
-    a process can use no more once it was forked from one that has looked at them.
+    Not in a batch job, which places each rank itself; and not where there are GPUs: a process
+    cannot use them if it was forked from one that has initialised them.
     """
     return (
         sys.platform == "linux"
@@ -132,7 +130,7 @@ def forked(environment: Mapping[str, str]) -> Iterator[str]:
 def spawned(environment: Mapping[str, str], modules: Sequence[str]) -> Iterator[str]:
     """A server in an interpreter of its own, as long as the context lasts.
 
-    Stand-ins wait for it until it has imported everything.
+    Proxies wait for it until it has imported everything.
 
     Args:
         environment: variables that ranks will have.
@@ -168,15 +166,15 @@ def spawned(environment: Mapping[str, str], modules: Sequence[str]) -> Iterator[
 
 
 def _is_whole(environment: Mapping[str, str]) -> bool:
-    """Whether a fork of this process is as a new interpreter that has imported the same.
+    """Whether a fork of this process equals a new interpreter with the same imports.
 
-    It must be the command, with no option of the interpreter; a thread would not be forked along;
-    and libraries must have been loaded with the variables that ranks will have.
+    It must be the command, without options of the interpreter, and have one thread, since a fork
+    copies no others. Libraries must have been loaded with the variables that ranks will have.
     """
     if not is_command() or sys.gettrace() or sys.getprofile():
         return False
     for thread in threading.enumerate():
-        if thread is not threading.current_thread():  # a spinner's, which ends just now
+        if thread is not threading.current_thread():  # a spinner's, which is about to end
             thread.join(_THREAD_ENDS_S)
     if _num_threads() > 1:
         return False
@@ -205,7 +203,7 @@ def _be_forked(line: socket.socket, name: str, parent: int, fits: Fits) -> None:
 
 
 def _leave_files(kept: int) -> None:
-    """Close all open files but one: whoever reads what the command writes must see its end."""
+    """Close all open files but one: a reader of the command's output must see its end."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in map(int, os.listdir("/proc/self/fd")):
         if fd in (0, 1, 2):
@@ -220,7 +218,7 @@ def _serve(line: socket.socket, name: str, fits: Fits, modules: Sequence[str] = 
         del sys.path[0]  # the folder of this program; each rank has its own
     for module in modules:
         importlib.import_module(module)
-    if _num_threads() > 1:  # a library has started one, which would not be forked along
+    if _num_threads() > 1:  # a library has started one, and a fork copies no threads
         sys.exit(1)
     Server(line, name, fits).serve()
 
@@ -231,6 +229,48 @@ def _num_threads() -> int:
 
 def _new_name() -> str:
     return f"lockstep-{os.urandom(16).hex()}"
+
+
+def fitting(environment: Mapping[str, str]) -> Fits:
+    """The test whether a fork of this process equals a start of its own, for each order.
+
+    Args:
+        environment: variables that all processes must have, apart from those of a rank's place.
+            They must be those that this process had at its own start: libraries read theirs when
+            they are loaded.
+    """
+    here, executable = surroundings(), sys.executable
+    known = _of_no_place(environment)
+
+    def fits(order: dict[str, Any]) -> bool:
+        program, *arguments = order["argv"]
+        return (
+            program == executable
+            and is_simple(arguments)
+            and order["surroundings"] == here
+            and _of_no_place(order["environment"]) == known
+        )
+
+    return fits
+
+
+def is_simple(arguments: list[str]) -> bool:
+    """Whether the arguments are a module, code or a file, without options of the interpreter."""
+    if arguments[:1] in (["-m"], ["-c"]):
+        return len(arguments) > 1
+    return bool(arguments) and arguments[0].endswith(".py") and os.path.isfile(arguments[0])
+
+
+def _of_no_place(environment: Mapping[str, str]) -> dict[str, str]:
+    kept = {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith(_PLACES) and name not in _SHELL
+    }
+    # mpirun puts the folder of its own libraries in front, where it is not needed.
+    own = environment.get("OMPI_LIBDIR_LOC")
+    folders = [f for f in kept.pop(_LIBRARIES, "").split(os.pathsep) if f and f != own]
+    return kept | {_LIBRARIES: os.pathsep.join(folders)}
 
 
 def _main(name: str, fd: str, *modules: str) -> None:
@@ -248,52 +288,3 @@ def _main(name: str, fd: str, *modules: str) -> None:
 
 if __name__ == "__main__":
     _main(*sys.argv[1:])
-
-
-_MODULES = ("lockstep.cli.main", "lockstep.cli.start.train")
-"""What ranks import first."""
-_LAUNCHERS = ("python", "local", "mpi")
-
-
-@contextmanager
-def fork_server(launcher: str, target: str) -> Iterator[str]:
-    """A server for the ranks of a command, forked from it before it imports a user's code.
-
-    Args:
-        launcher: name of the launcher that will start ranks.
-        target: recipe, file or script that they will train.
-
-    Yields:
-        Its name; empty where ranks have to start by themselves.
-    """
-    with ExitStack() as stack:
-        server = ""
-        if _is_possible(launcher):
-            if ".py" not in target:
-                load_recipe(target)
-            server = stack.enter_context(forked(rank_environment(threads=1)))
-        yield server
-
-
-@contextmanager
-def new_server(launcher: str, threads: int) -> Iterator[str]:
-    """A server for the ranks of a program, in a process of its own that imports none of its code.
-
-    Args:
-        launcher: name of the launcher that will start ranks.
-        threads: number of threads of each rank.
-
-    Yields:
-        Its name; empty where ranks have to start by themselves.
-    """
-    with ExitStack() as stack:
-        server = ""
-        if threads == 1 and _is_possible(launcher):
-            server = stack.enter_context(spawned(rank_environment(threads), _MODULES))
-        yield server
-
-
-def _is_possible(launcher: str) -> bool:
-    if launcher not in _LAUNCHERS or not is_wanted(os.environ) or not can_serve(os.environ):
-        return False
-    return launcher != "mpi" or is_one_host(os.environ)

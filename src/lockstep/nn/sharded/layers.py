@@ -174,7 +174,7 @@ class ShardedModule(nn.Module):
         return [getattr(self, f"{key}_{shard}") for shard in self.region.shards]
 
     def __getattr__(self, name: str) -> Any:
-        """Say what has become of a parameter that was cut.
+        """Explain where a parameter is that was cut.
 
         Raises:
             CutParameterError: it is such a parameter.

@@ -24,7 +24,7 @@ from lockstep.errors import LockstepError, TaskError
 from lockstep.nn.sharded.regions import Region
 
 _INNER = ("torch", "lockstep.nn", "lockstep.parallel")
-"""Packages that a user's code calls, whose lines tell nothing."""
+"""Packages that a user's code calls; their lines are left out of messages."""
 _OUTER = ("lockstep.engine",)
 """Packages that call the user's code."""
 
@@ -50,7 +50,7 @@ def location(model: nn.Module | None, frames: Iterable[FrameType]) -> str:
     """Where that is: " in blocks.0.norm (LayerNorm) at model.py:12", as far as it is known.
 
     Args:
-        model: model that tells the names of its modules.
+        model: model whose modules are named.
         frames: frames of calls, the innermost first.
     """
     frames = list(takewhile(lambda frame: not _is_in(frame, _OUTER), frames))

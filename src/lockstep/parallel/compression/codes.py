@@ -163,18 +163,16 @@ class GreatestCode(Code):
     """The elements of each tensor with the greatest magnitudes, and their indices (top-k)."""
 
     def __init__(
-        self, segment: Segment, places: Sequence[tuple[int, torch.Size]], ratio: float
+        self, segment: Segment, specs: Sequence[tuple[int, torch.Size]], ratio: float
     ) -> None:
         """Count.
 
         Args:
             segment: dtype and number of elements of the leaf.
-            places: offset and shape of each of its tensors.
+            specs: offset and shape of each of its tensors.
             ratio: part of each tensor's elements to send.
         """
-        self._tensors = [
-            (offset, shape.numel(), num_kept(shape, ratio)) for offset, shape in places
-        ]
+        self._tensors = [(offset, shape.numel(), num_kept(shape, ratio)) for offset, shape in specs]
         count = sum(kept for _, _, kept in self._tensors)
         self._dtype = segment.dtype
         self._index = torch.int32 if segment.numel < 2**31 else torch.int64
@@ -209,15 +207,15 @@ class SignCode(Code):
     The mean is Bernstein et al.'s and Karimireddy et al.'s (2019), instead of one for each sign.
     """
 
-    def __init__(self, segment: Segment, places: Sequence[tuple[int, torch.Size]]) -> None:
+    def __init__(self, segment: Segment, specs: Sequence[tuple[int, torch.Size]]) -> None:
         """Count.
 
         Args:
             segment: dtype and number of elements of a leaf in blocks.
-            places: offset and shape of each of its tensors.
+            specs: offset and shape of each of its tensors.
         """
-        ends = [offset + shape.numel() for offset, shape in places]
-        starts = [*(offset for offset, _ in places), segment.numel]
+        ends = [offset + shape.numel() for offset, shape in specs]
+        starts = [*(offset for offset, _ in specs), segment.numel]
         self._padding = [slice(end, start) for end, start in zip([0, *ends], starts, strict=True)]
         counts = torch.ones(segment.numel, dtype=segment.dtype)
         for part in self._padding:

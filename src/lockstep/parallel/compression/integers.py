@@ -23,7 +23,9 @@ from lockstep.parallel.compression.reduction import (
     flat_totals,
     in_blocks,
 )
+from lockstep.parallel.exchange import gather_slices
 from lockstep.parallel.fold import BLOCK as OWNED
+from lockstep.parallel.fold import buckets
 from lockstep.parallel.layout import Range, split
 
 
@@ -160,7 +162,7 @@ class IntegerReduction(CompressedReduction):
             summed: what is to be summed.
             dtype: signed integer of the sum.
         """
-        segments, places = in_blocks(summed.segments, summed.places)
+        segments, specs = in_blocks(summed.segments, summed.specs)
         self._width = width(dtype, summed.num_microbatches)
         sizes = [s.numel for s in segments]
         self._counts = [size // BLOCK for size in sizes]
@@ -173,8 +175,8 @@ class IntegerReduction(CompressedReduction):
         self._blocks = [slice(first, last) for first, last in pairwise(ends)]
         self._sums = IntegerSums(summed.transport, self._numbers, summed.bucket_bytes)
         self._flat, self.total = flat_totals(summed, exact.total)
-        self._whole = LeafMemory(segments, places, device)
-        super().__init__(summed, segments, places, exact)
+        self._whole = LeafMemory(segments, specs, device)
+        super().__init__(summed, segments, specs, exact)
 
     def restart(self) -> None:
         """Forget the leaves of a step."""
@@ -228,7 +230,7 @@ class IntegerSums:
 
         Args:
             transport: transport between the ranks.
-            numbers: this rank's integers, a multiple of `arena.BLOCK`; then the sum.
+            numbers: this rank's integers, a multiple of `fold.BLOCK`; then the sum.
             bucket_bytes: greatest number of bytes to receive at a time.
         """
         self._transport = transport
@@ -236,13 +238,12 @@ class IntegerSums:
         # gloo and NCCL move no int16.
         self._words = numbers.view(torch.int32)
         self._is_small = transport.size * self._words.nbytes <= reduction.SMALL_BYTES
-        unit = OWNED * numbers.itemsize // self._words.itemsize
+        self._unit = OWNED * numbers.itemsize // self._words.itemsize
+        self._bucket_bytes = bucket_bytes
         self._slices = [
-            Range(s.first * unit, s.last * unit)
+            Range(s.first * self._unit, s.last * self._unit)
             for s in split(len(numbers) // OWNED, transport.size)
         ]
-        most = bucket_bytes // self._words.itemsize // transport.size
-        self._length = max(most // unit, 1) * unit
 
     def run(self) -> None:
         """Sum; a collective."""
@@ -254,27 +255,19 @@ class IntegerSums:
             transport.all_gather(words, everyone, [len(words)] * transport.size)
             self._add_up(everyone, words)
             return
-        for start in range(0, max(map(len, self._slices)), self._length):
-            self._sum_own_slice(start)
-        own = self._slices[transport.rank]
-        transport.all_gather(words[own.first : own.last], words, [len(s) for s in self._slices])
-
-    def _sum_own_slice(self, start: int) -> None:
-        """Sum what begins so far behind the beginning of each rank's slice."""
-        transport, end = self._transport, start + self._length
-        parts = [
-            Range(min(s.first + start, s.last), min(s.first + end, s.last)) for s in self._slices
-        ]
-        own = parts[transport.rank]
-        received = self._words.new_empty(len(own) * transport.size)
-        transport.all_to_all(
-            self._words,
-            [len(part) for part in parts],
-            [part.first for part in parts],
-            received,
-            [len(own)] * transport.size,
-        )
-        self._add_up(received, self._words[own.first : own.last])
+        width = transport.size * words.itemsize
+        for parts in buckets(self._slices, self._bucket_bytes, width, self._unit):
+            own = parts[transport.rank]
+            received = words.new_empty(len(own) * transport.size)
+            transport.all_to_all(
+                words,
+                [len(part) for part in parts],
+                [part.first for part in parts],
+                received,
+                [len(own)] * transport.size,
+            )
+            self._add_up(received, words[own.slice])
+        gather_slices(transport, words, self._slices)
 
     def _add_up(self, everyone: Tensor, total: Tensor) -> None:
         """Sum the integers of all ranks, in words, into words of the total."""

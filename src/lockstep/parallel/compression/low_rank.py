@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep.parallel.compression.reduction import CompressedReduction, Summed, flat_totals
-from lockstep.parallel.fold import BLOCK, Row, Segment
+from lockstep.parallel.fold import Row, TensorSpecs, laid_out, views
 from lockstep.parallel.reduction import OrderedReduction
 
 
@@ -45,15 +45,15 @@ class Matrix(NamedTuple):
         return segments[self.segment][self.offset : end].view(self.rows, self.columns)
 
 
-def matrices(places: Sequence[Sequence[tuple[int, torch.Size]]], rank: int) -> list[Matrix]:
+def matrices(specs: TensorSpecs, rank: int) -> list[Matrix]:
     """All tensors of which two factors of this rank have fewer elements than they have.
 
     Args:
-        places: for each segment, the (offset, shape) of each tensor.
+        specs: for each segment, the (offset, shape) of each tensor.
         rank: greatest rank of a factor.
     """
     found = []
-    for segment, of in enumerate(places):
+    for segment, of in enumerate(specs):
         for tensor, (offset, shape) in enumerate(of):
             if len(shape) < 2 or not shape.numel():
                 continue
@@ -83,7 +83,7 @@ def right_start(factor: Tensor, key: int) -> Tensor:
     """The V to begin a step with: of the right factor of the step before.
 
     Columns of zeros (of the first step, or of a matrix whose gradient was zero) would stay zeros:
-    M V = 0 leads to another arbitrary U. So the seed draws them anew.
+    M V = 0 leads to another arbitrary U. So they are drawn again, from the seed.
 
     Args:
         factor: right factor of the last sum, [columns, rank].
@@ -123,29 +123,30 @@ class LowRankReduction(CompressedReduction):
             summed: what is to be summed.
             rank: columns of a factor.
         """
-        self._matrices = matrices(summed.places, rank)
+        self._matrices = matrices(summed.specs, rank)
         of_tensor = {(m.segment, m.tensor): m for m in self._matrices}
-        segments, left = _laid_out(
+        segments, left = laid_out(
             summed.segments,
             [
                 [
                     _left(of_tensor[s, t]) if (s, t) in of_tensor else shape
                     for t, (_, shape) in enumerate(of)
                 ]
-                for s, of in enumerate(summed.places)
+                for s, of in enumerate(summed.specs)
             ],
+            _UNIT,
         )
         self._left = left
         self._whole = [
             [t for t in range(len(of)) if (s, t) not in of_tensor]
-            for s, of in enumerate(summed.places)
+            for s, of in enumerate(summed.specs)
         ]
         exact = summed.ordered(segments, left)
         self._sums = exact.total.segments[: len(left)]
         self._right = RightSums(summed, self._matrices)
         beside = Row(exact.total.segments[len(left) :], exact.total.scalars)
         self._flat, self.total = flat_totals(summed, beside)
-        super().__init__(summed, summed.segments, summed.places, exact)
+        super().__init__(summed, summed.segments, summed.specs, exact)
 
     def restart(self) -> None:
         """Forget the leaves of a step."""
@@ -159,19 +160,19 @@ class LowRankReduction(CompressedReduction):
 
     def _take(self, exact: Sequence[Tensor | None], scalars: Tensor) -> Sequence[Tensor]:
         leaf = [segment.clone() for segment in self._leaf.segments]
-        places = self._summed.places
-        sent = [_views(segment, of) for segment, of in zip(leaf, places, strict=True)]
+        specs = self._summed.specs
+        sent = [views(segment, of) for segment, of in zip(leaf, specs, strict=True)]
         for matrix, start in zip(self._matrices, self._starts, strict=True):
             sent[matrix.segment][matrix.tensor] = matrix.of(leaf) @ start
         self._exact.fold.add([*(tensor for of in sent for tensor in of), *exact], scalars)
-        for views, whole in zip(sent, self._whole, strict=True):
+        for tensors, whole in zip(sent, self._whole, strict=True):
             for number in whole:
-                views[number].zero_()
+                tensors[number].zero_()
         self._waiting.append(leaf)
         return leaf if self._summed.feeds_back else []
 
     def _reduce(self) -> None:
-        sums = [_views(s, of) for s, of in zip(self._sums, self._left, strict=True)]
+        sums = [views(s, of) for s, of in zip(self._sums, self._left, strict=True)]
         lefts = [orthonormal(sums[m.segment][m.tensor]) for m in self._matrices]
         self._right.restart()
         for leaf in self._waiting:
@@ -179,9 +180,7 @@ class LowRankReduction(CompressedReduction):
         self._summed.at("factors")
         # Whoever gets this sum knows that all ranks have finished what their leaves leave.
         rights = self._right.reduce()
-        flat = [
-            _views(s, of) for s, of in zip(self._flat.segments, self._summed.places, strict=True)
-        ]
+        flat = [views(s, of) for s, of in zip(self._flat.segments, self._summed.specs, strict=True)]
         for number, whole in enumerate(self._whole):
             for tensor in whole:
                 flat[number][tensor].copy_(sums[number][tensor])
@@ -210,14 +209,15 @@ class RightSums:
             of: the matrices, those of a segment one after the other.
         """
         used = sorted({m.segment for m in of})
-        segments, self._places = _laid_out(
+        segments, self._specs = laid_out(
             [summed.segments[s] for s in used],
             [[torch.Size([m.columns, m.rank]) for m in of if m.segment == s] for s in used],
+            _UNIT,
         )
         self._reduction = OrderedReduction(
             summed.transport,
             segments,
-            self._places,
+            self._specs,
             num_scalars=0,
             num_header=0,
             num_microbatches=summed.num_microbatches,
@@ -238,28 +238,9 @@ class RightSums:
     def reduce(self) -> list[Tensor]:
         """The sum over all ranks, as new tensors."""
         self._reduction.reduce()
-        pairs = zip(self._reduction.total.segments, self._places, strict=True)
-        return [view.clone() for segment, of in pairs for view in _views(segment, of)]
+        pairs = zip(self._reduction.total.segments, self._specs, strict=True)
+        return [view.clone() for segment, of in pairs for view in views(segment, of)]
 
 
 def _left(matrix: Matrix) -> torch.Size:
     return torch.Size([matrix.rows, matrix.rank])
-
-
-def _laid_out(
-    segments: Sequence[Segment], shapes: Sequence[Sequence[torch.Size]]
-) -> tuple[list[Segment], list[list[tuple[int, torch.Size]]]]:
-    """Segments of the same dtypes that hold tensors of these shapes, and where."""
-    laid, places = [], []
-    for segment, of in zip(segments, shapes, strict=True):
-        end, own = 0, []
-        for shape in of:
-            own.append((end, shape))
-            end += -(-shape.numel() // _UNIT) * _UNIT
-        laid.append(Segment(segment.dtype, -(-end // BLOCK) * BLOCK))
-        places.append(own)
-    return laid, places
-
-
-def _views(segment: Tensor, places: Sequence[tuple[int, torch.Size]]) -> list[Tensor]:
-    return [segment[o : o + shape.numel()].view(shape) for o, shape in places]

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.transport import Transport
-from lockstep.parallel.fold import BLOCK as OWNED
-from lockstep.parallel.fold import Fold, Row, Segment, slice_up
+from lockstep.parallel.fold import Fold, Row, Segment, TensorSpecs, laid_out, slice_up, views
 from lockstep.parallel.layout import Assigned, Range
 from lockstep.parallel.reduction import OrderedReduction, Way
 from lockstep.parallel.rounds import Rounds
@@ -49,32 +48,26 @@ class LeafStates(Protocol):
 BLOCK = 256
 """Elements of one tensor that have a scale in common; the last ones of a tensor are padded."""
 
-Places = Sequence[Sequence[tuple[int, torch.Size]]]
-"""For each segment, the (offset, shape) of each tensor; offsets in elements."""
-
 
 class LeafMemory:
     """One flat tensor for each segment, zero wherever no tensor is: who writes there keeps it so.
 
     Attributes:
         segments: flat tensors, of one dimension.
-        places: where tensors lie in them.
     """
 
-    def __init__(self, segments: Sequence[Segment], places: Places, device: torch.device) -> None:
-        self.places = [list(of) for of in places]
+    def __init__(
+        self, segments: Sequence[Segment], specs: TensorSpecs, device: torch.device
+    ) -> None:
         self.segments = [torch.zeros(s.numel, dtype=s.dtype, device=device) for s in segments]
-        self._views = [
-            segment[offset : offset + shape.numel()].view(shape)
-            for segment, of in zip(self.segments, self.places, strict=True)
-            for offset, shape in of
-        ]
+        pairs = zip(self.segments, specs, strict=True)
+        self._views = [view for segment, of in pairs for view in views(segment, of)]
 
     def take(self, tensors: Sequence[Tensor | None]) -> None:
         """Copy a leaf in here.
 
         Args:
-            tensors: tensors of the leaf in the order of `places`; None counts as zeros.
+            tensors: tensors of the leaf in the order of `specs`; None counts as zeros.
         """
         there = [tensor for tensor in tensors if tensor is not None]
         if len(there) < len(self._views):
@@ -90,31 +83,14 @@ class LeafMemory:
 
 
 def in_blocks(
-    segments: Sequence[Segment], places: Places
+    segments: Sequence[Segment], specs: TensorSpecs
 ) -> tuple[list[Segment], list[list[tuple[int, torch.Size]]]]:
-    """The same tensors, each at the beginning of a block, so that no block has parts of two.
-
-    Args:
-        segments: dtype and number of elements of each segment.
-        places: where tensors lie in them.
-    """
-    padded, moved = [], []
-    for segment, of in zip(segments, places, strict=True):
-        end, own = 0, []
-        for _, shape in of:
-            own.append((end, shape))
-            end += -(-shape.numel() // BLOCK) * BLOCK
-        padded.append(Segment(segment.dtype, -(-end // OWNED) * OWNED))
-        moved.append(own)
-    return padded, moved
+    """The same tensors, each at the beginning of a block, so that no block has parts of two."""
+    return laid_out(segments, [[shape for _, shape in of] for of in specs], BLOCK)
 
 
 Moment = Literal["factors"]
 """Between the sums of left and right factors."""
-
-
-def _nothing(moment: Moment) -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -124,9 +100,9 @@ class Summed:
     Attributes:
         transport: transport between the ranks.
         segments: dtype and number of elements of each segment of the flat gradient.
-        places: for each of them, the (offset, shape) of each tensor of a leaf.
+        specs: for each of them, the (offset, shape) of each tensor of a leaf.
         exact_segments: segments that travel as they are.
-        exact_places: for each of those, its tensors, which come last in a leaf.
+        exact_specs: for each of those, its tensors, which come last in a leaf.
         num_scalars: number of float64 sums beside the gradient.
         num_header: number of float64 values in each rank's header.
         num_microbatches: number of leaves.
@@ -140,9 +116,9 @@ class Summed:
 
     transport: Transport
     segments: Sequence[Segment]
-    places: Places
+    specs: TensorSpecs
     exact_segments: Sequence[Segment]
-    exact_places: Places
+    exact_specs: TensorSpecs
     num_scalars: int
     num_header: int
     num_microbatches: int
@@ -151,22 +127,22 @@ class Summed:
     bucket_bytes: int
     feeds_back: bool
     states: LeafStates
-    at: Callable[[Moment], None] = _nothing
+    at: Callable[[Moment], None] = lambda moment: None
 
     def ordered(
-        self, segments: Sequence[Segment] = (), places: Places = (), more_header: int = 0
+        self, segments: Sequence[Segment] = (), specs: TensorSpecs = (), more_header: int = 0
     ) -> OrderedReduction:
         """An ordered reduction of what travels as it is.
 
         Args:
             segments: segments to sum in front of the exact ones.
-            places: tensors of these.
+            specs: tensors of these.
             more_header: number of values behind each rank's header.
         """
         return OrderedReduction(
             self.transport,
             [*segments, *self.exact_segments],
-            [*places, *self.exact_places],
+            [*specs, *self.exact_specs],
             num_scalars=self.num_scalars,
             num_header=self.num_header + more_header,
             num_microbatches=self.num_microbatches,
@@ -177,10 +153,10 @@ class Summed:
 
 
 class CompressedReduction(ABC):
-    """Stands where an `OrderedReduction` does; a leaf is compressed as it is added.
+    """Used in place of an `OrderedReduction`; a leaf is compressed as it is added.
 
-    Loss, metrics and buffers are summed as without compression, by an ordered reduction of theirs,
-    which also brings the headers.
+    Loss, metrics and buffers are summed as without compression, by an ordered reduction, which also
+    brings the headers.
 
     Attributes:
         fold: this reduction, which takes leaves itself.
@@ -191,20 +167,24 @@ class CompressedReduction(ABC):
     total: Row
 
     def __init__(
-        self, summed: Summed, segments: Sequence[Segment], places: Places, exact: OrderedReduction
+        self,
+        summed: Summed,
+        segments: Sequence[Segment],
+        specs: TensorSpecs,
+        exact: OrderedReduction,
     ) -> None:
         """Lay out the memory.
 
         Args:
             summed: what is to be summed.
             segments: segments in which a leaf lies while it is compressed.
-            places: its tensors in there.
+            specs: its tensors in there.
             exact: sums what travels as it is.
         """
         self._summed = summed
         self._exact = exact
-        self._num_tensors = sum(map(len, places))
-        self._leaf = LeafMemory(segments, places, summed.device)
+        self._num_tensors = sum(map(len, specs))
+        self._leaf = LeafMemory(segments, specs, summed.device)
         every = [*summed.segments, *summed.exact_segments]
         self.slices = slice_up(every, summed.transport.size)
         self.fold = self
@@ -234,7 +214,7 @@ class CompressedReduction(ABC):
         """Compress and add the next leaf.
 
         Args:
-            tensors: tensors of the leaf in the order of `places`, the exact ones last; None counts
+            tensors: tensors of the leaf in the order of `specs`, the exact ones last; None counts
                 as zeros.
             scalars: sums of the leaf's scalars, float64 [num_scalars].
         """
@@ -283,7 +263,7 @@ LeafSums = Fold | Rounds | CompressedReduction
 
 def flat_totals(summed: Summed, exact: Row) -> tuple[LeafMemory, Row]:
     """Memory for the sum of gradients, and the whole sum, whose other parts are `exact`."""
-    memory = LeafMemory(summed.segments, summed.places, summed.device)
+    memory = LeafMemory(summed.segments, summed.specs, summed.device)
     return memory, Row([*memory.segments, *exact.segments], exact.scalars)
 
 

@@ -16,13 +16,12 @@ from lockstep.parallel.compression.low_rank import LowRankReduction, matrices
 from lockstep.parallel.compression.reduction import (
     CompressedReduction,
     LeafMemory,
-    Places,
     Summed,
     flat_totals,
     in_blocks,
     positions,
 )
-from lockstep.parallel.fold import BLOCK, Row, Segment
+from lockstep.parallel.fold import Row, Segment, TensorSpecs, laid_out
 
 MakeCode = Callable[[Segment, Sequence[tuple[int, torch.Size]]], Code]
 
@@ -44,17 +43,17 @@ class GatheredReduction(CompressedReduction):
         exact = summed.ordered()
         self._flat, self.total = flat_totals(summed, exact.total)
         self._whole = self._flat
-        segments, places = list(summed.segments), [list(of) for of in summed.places]
+        segments, specs = list(summed.segments), [list(of) for of in summed.specs]
         if is_blocked:
-            segments, places = in_blocks(segments, places)
-            self._whole = LeafMemory(segments, places, summed.device)
-        self._codes = [code(segment, of) for segment, of in zip(segments, places, strict=True)]
+            segments, specs = in_blocks(segments, specs)
+            self._whole = LeafMemory(segments, specs, summed.device)
+        self._codes = [code(segment, of) for segment, of in zip(segments, specs, strict=True)]
         self._sizes = [made.num_bytes for made in self._codes]
         size, numbers = sum(self._sizes), [len(own) for own in summed.ranges]
         self._counts = [number * size // WORD for number in numbers]
         self._incoming = torch.zeros(sum(numbers), size, dtype=torch.uint8, device=summed.device)
         self._outgoing = torch.zeros_like(self._incoming[: numbers[summed.transport.rank]])
-        super().__init__(summed, segments, places, exact)
+        super().__init__(summed, segments, specs, exact)
 
     def restart(self) -> None:
         """Forget the leaves of a step."""
@@ -102,21 +101,18 @@ class DrawnReduction(CompressedReduction):
             ratio: part of each tensor's elements to send.
         """
         self._ratio = ratio
-        self._shapes = [[shape for _, shape in of] for of in summed.places]
+        self._shapes = [[shape for _, shape in of] for of in summed.specs]
         counts = [[num_kept(shape, ratio) for shape in of] for of in self._shapes]
         self._tensors = [
             [slice(first, last) for first, last in pairwise(accumulate(of, initial=0))]
             for of in counts
         ]
-        kept = [
-            Segment(s.dtype, -(-sum(of) // BLOCK) * BLOCK)
-            for s, of in zip(summed.segments, counts, strict=True)
-        ]
-        exact = summed.ordered(kept, [[(0, torch.Size([sum(of)]))] for of in counts])
+        kept, specs = laid_out(summed.segments, [[torch.Size([sum(of)])] for of in counts], 1)
+        exact = summed.ordered(kept, specs)
         self._sums = exact.total.segments[: len(kept)]
         beside = Row(exact.total.segments[len(kept) :], exact.total.scalars)
         self._flat, self.total = flat_totals(summed, beside)
-        super().__init__(summed, summed.segments, summed.places, exact)
+        super().__init__(summed, summed.segments, summed.specs, exact)
 
     def restart(self) -> None:
         """Forget the leaves of a step."""
@@ -125,7 +121,7 @@ class DrawnReduction(CompressedReduction):
         indices = iter(drawn(shapes, self._ratio, self._summed.states.key))
         self._indices = [
             torch.cat([next(indices) + offset for offset, _ in of]).to(self._summed.device)
-            for of in self._summed.places
+            for of in self._summed.specs
         ]
 
     def _take(self, exact: Sequence[Tensor | None], scalars: Tensor) -> Sequence[Tensor]:
@@ -145,7 +141,7 @@ class DrawnReduction(CompressedReduction):
 
     def _show_non_finite(self, segment: int, values: Tensor) -> None:
         """Send NaN for a tensor that has some, also where it was not drawn."""
-        ranges = positions(self._summed.places[segment])
+        ranges = positions(self._summed.specs[segment])
         for own, kept in zip(ranges, self._tensors[segment], strict=True):
             if not self._leaf.segments[segment][own.first : own.last].isfinite().all():
                 values[kept] = torch.nan
@@ -186,10 +182,10 @@ def compressed_reduction(summed: Summed, name: str, ratio: float, rank: int) -> 
     return GatheredReduction(summed, SignCode, is_blocked=True)
 
 
-def error_segments(name: str, segments: Sequence[Segment], places: Places) -> list[Segment]:
+def error_segments(name: str, segments: Sequence[Segment], specs: TensorSpecs) -> list[Segment]:
     """Dtype and number of elements of what is cut off each segment of a leaf."""
     if name in INTEGERS or name == "onebit":
-        return in_blocks(segments, places)[0]
+        return in_blocks(segments, specs)[0]
     return list(segments)
 
 
@@ -197,7 +193,7 @@ def first_agreed(
     name: str,
     rank: int,
     segments: Sequence[Segment],
-    places: Places,
+    specs: TensorSpecs,
     tensors: Callable[[], Sequence[Tensor | None]],
     device: torch.device,
 ) -> list[Tensor]:
@@ -209,7 +205,7 @@ def first_agreed(
         name: kind of compression.
         rank: columns of the factors of a matrix.
         segments: dtype and number of elements of each segment of the flat gradient.
-        places: for each of them, the (offset, shape) of each tensor.
+        specs: for each of them, the (offset, shape) of each tensor.
         tensors: gives tensors of the leaf; None counts as zeros.
         device: device of the gradients.
 
@@ -217,12 +213,12 @@ def first_agreed(
         ConfigError: no tensor is a matrix that becomes smaller.
     """
     if name in INTEGERS:
-        memory = LeafMemory(*in_blocks(segments, places), device)
+        memory = LeafMemory(*in_blocks(segments, specs), device)
         memory.take(tensors())
         return [exponents(segment) for segment in memory.segments]
     if name != "lowrank":
         return []
-    found = matrices(places, rank)
+    found = matrices(specs, rank)
     if not found:
         raise ConfigError(
             f"compression.rank={rank}: no parameter is a matrix that two factors of this rank make "

@@ -19,71 +19,52 @@ them: 2 P (H-1) in all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lockstep.comm.shared_memory import SharedMemory
 from lockstep.comm.transport import Transport, offsets
-from lockstep.parallel.exchange import Exchange, add_up
-from lockstep.parallel.fold import BLOCK, Arena, ArenaLayout, Row, Segment
+from lockstep.parallel.exchange import Exchange, ExchangePlan, add_up, receive_nodes
+from lockstep.parallel.fold import Arena, ArenaLayout, Row, buckets
 from lockstep.parallel.hosts.inside import Inside, meet_inside, spread_inside
-from lockstep.parallel.hosts.layout import Cut, Hosts, Merged, cut, host_nodes, parts_of, shares
-from lockstep.parallel.layout import Node, Range, merges
-from lockstep.parallel.shared_slices import Moment
+from lockstep.parallel.hosts.layout import Cut, Hosts, Merged, cut, host_nodes, shares
+from lockstep.parallel.layout import Range, merges
+from lockstep.parallel.shared_slices import shared_bytes
 
 
 class NodesByHost(Exchange):
-    """The first rank of each host gets the nodes of all hosts, and tells the others the sum.
+    """The first rank of each host gets the nodes of all hosts, and sends the others the sum.
 
     Attributes:
         total: as for all.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        hosts: Hosts,
-        layout: ArenaLayout,
-        arena: Arena,
-        nodes: Sequence[Sequence[Node]],
-        num_leaves: int,
-        total: Row,
-        at: Callable[[Moment], None],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, plan: ExchangePlan, hosts: Hosts, total: Row) -> None:
         """Lay out the memory; talks to nobody.
 
         Args:
-            transport: transport between the ranks.
-            hosts: the hosts they are on.
-            layout: layout of every rank's arena.
-            arena: arena of this rank.
-            nodes: nodes of each rank.
-            num_leaves: number of leaves of the whole tree.
+            plan: what is exchanged.
+            hosts: the hosts that the ranks are on.
             total: memory for the sum, laid out as a row of the arena.
-            at: function that is called before a host's nodes go to others.
-            device: device of the memory.
         """
         self.total = total
-        self._transport, self._hosts, self._at = transport, hosts, at
-        rank = transport.rank
+        self._transport, self._hosts, self._at = plan.transport, hosts, plan.at
+        layout, rank, size = plan.layout, plan.transport.rank, plan.transport.size
         own = hosts.ranges[hosts.of_rank[rank]]
-        num_nodes = [len(nodes[r]) for r in range(*own)]
-        self._outgoing = arena.message(len(nodes[rank]))
-        self._incoming, self._arenas = layout.allocate(num_nodes, device)
+        num_nodes = plan.num_nodes[own.slice]
+        self._outgoing = plan.arena.message(plan.num_nodes[rank])
+        self._incoming, arenas = layout.allocate(num_nodes, plan.device)
         self._counts = [layout.num_bytes(num) for num in num_nodes]
-        self._first = None
-        if rank == own.first:
-            self._first = _First(hosts, own, layout, nodes, num_leaves, self._arenas, device)
-        self._bytes_to, self._bytes_from = [0] * transport.size, [0] * transport.size
+        self._bytes_to, self._bytes_from = [0] * size, [0] * size
+        self._first = _First(plan, hosts, arenas) if rank == own.first else None
         if self._first is not None:
             for ranks, num_bytes in zip(hosts.ranges, self._first.num_bytes, strict=True):
-                self._bytes_to[ranks.first] = len(self._first.message)
+                self._bytes_to[ranks.first] = len(self._first.outgoing)
                 self._bytes_from[ranks.first] = num_bytes
-        spoken = _with_headers_of(layout, transport.size)
-        _, [self._result] = spoken.allocate([1], device)
+        _, [self._result] = _with_headers_of(layout, size).allocate([1], plan.device)
         self._spread = self._result.message(1)
         self._nothing = self._spread[:0]
 
@@ -94,16 +75,16 @@ class NodesByHost(Exchange):
         if first is not None:
             first.add_up_own()
         self._at("between")
-        message, heard = self._nothing, self._nothing
+        outgoing, incoming = self._nothing, self._nothing
         if first is not None:
-            message, heard = first.message, first.heard
-        # Called by all ranks, though most have nothing to say; these wait for nobody over MPI.
+            outgoing, incoming = first.outgoing, first.incoming
+        # Called by all ranks, though most have nothing to send; these wait for nobody over MPI.
         zeros = [0] * self._transport.size
-        self._transport.all_to_all(message, self._bytes_to, zeros, heard, self._bytes_from)
+        self._transport.all_to_all(outgoing, self._bytes_to, zeros, incoming, self._bytes_from)
         if first is not None:
             first.add_up_all(self._result)
         self._hosts.spread(self._spread)
-        _copy(self._result.rows[0], self.total)
+        self.total.copy_(self._result.rows[0])
 
     def headers(self) -> Tensor:
         """The headers that came with the sum."""
@@ -115,65 +96,50 @@ class _First:
     """What the first rank of a host does for the others.
 
     Attributes:
-        message: headers and nodes of this host.
-        heard: those of all hosts.
+        outgoing: headers and nodes of this host.
+        incoming: those of all hosts.
         num_bytes: of the message of each host.
     """
 
-    def __init__(
-        self,
-        hosts: Hosts,
-        own: Range,
-        layout: ArenaLayout,
-        nodes: Sequence[Sequence[Node]],
-        num_leaves: int,
-        arenas: Sequence[Arena],
-        device: torch.device,
-    ) -> None:
-        of_hosts = [
-            host_nodes([node for rank in range(*ranks) for node in nodes[rank]], num_leaves)
-            for ranks in hosts.ranges
-        ]
-        self._own: Merged = of_hosts[hosts.ranges.index(own)]
+    def __init__(self, plan: ExchangePlan, hosts: Hosts, arenas: Sequence[Arena]) -> None:
+        of_hosts, self._plan = nodes_of_hosts(plan, hosts)
+        self._own = of_hosts[hosts.of_rank[plan.transport.rank]]
         self._headers = [arena.header for arena in arenas]
         self._rows = [row for arena in arenas for row in arena.rows]
-        self._plan, _ = merges([node for host in of_hosts for node in host.nodes], num_leaves)
-        layouts = [_with_headers_of(layout, len(ranks)) for ranks in hosts.ranges]
+        layouts = [_with_headers_of(plan.layout, len(ranks)) for ranks in hosts.ranges]
         counts = [len(host.nodes) for host in of_hosts]
-        _, [self._spoken] = _with_headers_of(layout, len(own)).allocate(
-            [len(self._own.nodes)], device
-        )
-        self.message = self._spoken.message(len(self._own.nodes))
+        num_own, layout = len(self._own.nodes), _with_headers_of(plan.layout, len(arenas))
+        _, [self._outbox] = layout.allocate([num_own], plan.device)
+        self.outgoing = self._outbox.message(num_own)
         self.num_bytes = [lay.num_bytes(n) for lay, n in zip(layouts, counts, strict=True)]
-        self.heard = torch.zeros(sum(self.num_bytes), dtype=torch.uint8, device=device)
-        parts = zip(layouts, torch.split(self.heard, self.num_bytes), counts, strict=True)
+        self.incoming = torch.zeros(sum(self.num_bytes), dtype=torch.uint8, device=plan.device)
+        parts = zip(layouts, torch.split(self.incoming, self.num_bytes), counts, strict=True)
         self._hosts = [Arena(*part) for part in parts]
 
     def add_up_own(self) -> None:
-        """Make the message: the nodes of this host's ranks, as far as they add up."""
-        torch.cat(self._headers, out=self._spoken.header)
-        for row, run, plan in zip(self._spoken.rows, self._own.runs, self._own.plans, strict=True):
-            _copy(add_up(self._rows[run.slice], plan), row)
+        """Fill `outgoing`: the nodes of this host's ranks, as far as they add up."""
+        torch.cat(self._headers, out=self._outbox.header)
+        for row, run, plan in zip(self._outbox.rows, self._own.runs, self._own.plans, strict=True):
+            row.copy_(add_up(self._rows[run.slice], plan))
 
     def add_up_all(self, result: Arena) -> None:
-        """Add up what was heard into the first row of an arena, whose header gets all of them."""
+        """Add up `incoming` into the first row of an arena, whose header gets all headers."""
         torch.cat([host.header for host in self._hosts], out=result.header)
         rows = [row for host in self._hosts for row in host.rows]
-        _copy(add_up(rows, self._plan), result.rows[0])
+        result.rows[0].copy_(add_up(rows, self._plan))
 
 
 def _with_headers_of(layout: ArenaLayout, num_ranks: int) -> ArenaLayout:
     return ArenaLayout(layout.segments, layout.num_scalars, layout.num_header * num_ranks)
 
 
-def _copy(row: Row, to: Row) -> None:
-    for mine, theirs in zip(to.segments, row.segments, strict=True):
-        mine.copy_(theirs)
-    to.scalars.copy_(row.scalars)
-
-
-def _nothing(moment: Moment) -> None:
-    pass
+def nodes_of_hosts(plan: ExchangePlan, hosts: Hosts) -> tuple[list[Merged], list[int]]:
+    """What the nodes of each host become, and how many additions follow each that is left."""
+    merged = [
+        host_nodes([node for rank in range(*ranks) for node in plan.nodes[rank]], plan.num_leaves)
+        for ranks in hosts.ranges
+    ]
+    return merged, merges([node for host in merged for node in host.nodes], plan.num_leaves)[0]
 
 
 class SlicesByHost(Exchange):
@@ -183,142 +149,78 @@ class SlicesByHost(Exchange):
     right afterwards.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        hosts: Hosts,
-        layout: ArenaLayout,
-        arena: Arena,
-        nodes: Sequence[Sequence[Node]],
-        num_leaves: int,
-        slices: Sequence[Sequence[Range]],
-        bucket_bytes: int,
-        gather: bool,
-        memory: SharedMemory | str,
-        at: Callable[[Moment], None],
-    ) -> None:
+    def __init__(self, plan: ExchangePlan, hosts: Hosts, memory: SharedMemory | str) -> None:
         """Lay out the memory; talks to nobody.
 
         Args:
-            transport: transport between the ranks.
-            hosts: the hosts they are on.
-            layout: layout of every rank's arena.
-            arena: arena of this rank, in host memory.
-            nodes: nodes of each rank.
-            num_leaves: number of leaves of the whole tree.
-            slices: for each segment, the elements that each rank owns.
-            bucket_bytes: about the most bytes of gradient that a rank receives at a time.
-            gather: whether every rank needs the whole sum.
-            memory: memory of `arena`, or why it cannot be shared.
-            at: function that is called at each moment.
+            plan: what is exchanged, in host memory.
+            hosts: the hosts that the ranks are on.
+            memory: memory of the plan's arena, or why it cannot be shared.
         """
-        self._transport, self._hosts, self._layout = transport, hosts, layout
-        self._own, self._memory, self._gather, self._at = arena, memory, gather, at
-        self.total = arena.rows[0]
-        self._host_of = hosts.of_rank
-        rank = transport.rank
-        own = hosts.ranges[self._host_of[rank]]
-        of_hosts = [
-            host_nodes([node for r in range(*ranks) for node in nodes[r]], num_leaves)
-            for ranks in hosts.ranges
-        ]
-        self._merged = of_hosts[self._host_of[rank]]
-        self._num_inside = [len(nodes[r]) for r in range(*own)]
+        self._plan, self._hosts, self._memory = plan, hosts, memory
+        self.total = plan.arena.rows[0]
+        rank = plan.transport.rank
+        of_hosts, self._additions = nodes_of_hosts(plan, hosts)
+        host = hosts.of_rank[rank]
+        self._own_ranks, self._merged = hosts.ranges[host], of_hosts[host]
+        self._num_inside = plan.num_nodes[self._own_ranks.slice]
         self._num_nodes = [len(merged.nodes) for merged in of_hosts]
-        self._plan, _ = merges([node for merged in of_hosts for node in merged.nodes], num_leaves)
         self._inside: Inside | None = None
-
-        device = torch.device("cpu")
-        small = ArenaLayout((), layout.num_scalars, layout.num_header)
-        scalars = Row([], self.total.scalars)
-        _, [self._outbox] = small.allocate([len(nodes[rank])], device)
-        self._small = NodesByHost(
-            transport, hosts, small, self._outbox, nodes, num_leaves, scalars, _nothing, device
-        )
-        self._shares = [shares(of, hosts.ranges)[own.slice] for of in slices]
+        self._outbox = replace(plan.without_segments(), at=lambda moment: None)
+        self._small = NodesByHost(self._outbox, hosts, Row([], self.total.scalars))
+        segments = plan.layout.segments
+        self._shares = [shares(of, hosts.ranges)[self._own_ranks.slice] for of in plan.slices]
         self._cuts = [
-            [cut(parts, hosts.ranges, of, rank) for parts in self._buckets(of, s, bucket_bytes)]
-            for of, s in zip(slices, layout.segments, strict=True)
+            [
+                cut(parts, hosts.ranges, of, rank)
+                for parts in buckets(of, plan.bucket_bytes, dtype.itemsize * len(self._additions))
+            ]
+            for of, (dtype, _) in zip(plan.slices, segments, strict=True)
         ]
-        self._moved = self._moved_bytes()
+        place = hosts.inside.rank
+        owned = [sum(map(len, of_ranks[place])) for of_ranks in self._shares]
+        self._moved = shared_bytes(segments, owned, self._num_inside, place, plan.gather)
 
     def run(self) -> None:
         """Exchange headers and scalars, then slices, bucket by bucket."""
+        plan, hosts = self._plan, self._hosts
         if self._inside is None:
             self._inside = meet_inside(
-                self._hosts.inside, self._layout, self._own, self._memory,
-                self._num_inside, self._merged, self._at,
-            )  # fmt: skip
-        self._outbox.header.copy_(self._own.header)
-        for mine, row in zip(self._outbox.rows, self._own.rows, strict=False):
-            mine.scalars.copy_(row.scalars)
+                plan, hosts.inside, self._memory, self._num_inside, self._merged
+            )
+        self._outbox.arena.copy_small(plan.arena)
         self._small.run()
         for segment, cuts in enumerate(self._cuts):
-            total = self.total.segments[segment]
             for part in cuts:
                 self._sum(segment, self._inside, part)
-                if self._gather:
-                    give_back(self._transport, self._hosts, total, part)
-        if self._gather:
+                if plan.gather:
+                    give_back(plan.transport, hosts, self.total.segments[segment], part)
+        if plan.gather:
             self._inside.spread(self.total.segments, self._shares)
-        self._transport.traffic.add_shared(*self._moved)
+        plan.transport.traffic.add_shared(*self._moved)
 
     def headers(self) -> Tensor:
         """The headers that came with the scalars."""
         return self._small.headers()
 
-    def _buckets(
-        self, slices: Sequence[Range], segment: Segment, bucket_bytes: int
-    ) -> Iterator[list[Range]]:
-        """Parts of the slices that are exchanged at a time: whole blocks, at least one of each."""
-        num_bytes = segment.dtype.itemsize * len(self._plan)
-        length = max(bucket_bytes // num_bytes // BLOCK, 1) * BLOCK
-        for start in range(0, max(map(len, slices)), length):
-            yield parts_of(slices, start, length)
-
     def _sum(self, segment: int, inside: Inside, part: Cut) -> None:
         """Add up a part of the slice that this rank owns, over all hosts."""
-        transport, rank, total = self._transport, self._transport.rank, self.total.segments[segment]
+        transport, total = self._plan.transport, self.total.segments[segment]
         own_nodes = inside.host_nodes(segment, part.worked)
-        first = self._hosts.ranges[self._host_of[rank]].first
-        counts = [len(r) for r in part.worked[rank - first]]
-        length = len(part.own)
-        by_node: dict[tuple[int, int], Tensor] = {}
-        self._at("between")
-        # A host that has no j-th node takes part with counts of 0: a collective needs all ranks.
-        for j in range(max(self._num_nodes)):
-            holders = [host for host, n in enumerate(self._num_nodes) if j < n]
-            received = total.new_empty(length * len(holders))
-            sending = j < len(own_nodes)
-            transport.all_to_all(
-                own_nodes[j] if sending else total,
-                [count if sending else 0 for count in counts],
-                offsets(counts) if sending else [0] * len(counts),
-                received,
-                [
-                    len(r) if host in holders else 0
-                    for host, r in zip(self._host_of, part.given, strict=True)
-                ],
-            )
-            for host, theirs in zip(holders, received.view(len(holders), length), strict=True):
-                by_node[host, j] = theirs
-        if length:
-            # By host, then node: hosts have contiguous ranges of leaves, from left to right.
-            nodes = [by_node[key] for key in sorted(by_node)]
-            total[part.own.first : part.own.last] = add_up(nodes, self._plan)
-
-    def _moved_bytes(self) -> tuple[int, int]:
-        """The bytes that others of the host read of this rank, and it of others."""
-        place = self._hosts.inside.rank
-        num_own, num_all = self._num_inside[place], sum(self._num_inside)
-        others = self._hosts.inside.size - 1
-        sent = received = 0
-        for of_ranks, (dtype, numel) in zip(self._shares, self._layout.segments, strict=True):
-            own = sum(map(len, of_ranks[place])) * dtype.itemsize
-            rest = numel * dtype.itemsize - own
-            sent += num_own * rest + self._gather * others * own
-            received += (num_all - num_own) * own + self._gather * rest
-        return sent, received
+        counts = [len(r) for r in part.worked[transport.rank - self._own_ranks.first]]
+        self._plan.at("between")
+        nodes = receive_nodes(
+            transport,
+            own_nodes,
+            self._num_nodes,
+            sent=counts,
+            starts=offsets(counts),
+            received=[len(r) for r in part.given],
+            senders=self._hosts.of_rank,
+            like=total,
+        )
+        if len(part.own):
+            total[part.own.slice] = add_up(nodes, self._additions)
 
 
 def give_back(transport: Transport, hosts: Hosts, flat: Tensor, part: Cut) -> None:

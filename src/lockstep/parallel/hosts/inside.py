@@ -1,6 +1,6 @@
 """What the ranks of a host do among themselves with slices: in memory they share, or by messages.
 
-Each rank works on a share of the elements: it adds up the host's nodes there, and tells the others
+Each rank works on a share of the elements: it adds up the host's nodes there, and gives the others
 the finished sums.
 """
 
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from lockstep.comm.shared_memory import SharedMemory, map_all
 from lockstep.comm.transport import Transport, offsets
-from lockstep.parallel.exchange import add_up
-from lockstep.parallel.fold import Arena, ArenaLayout
+from lockstep.parallel.exchange import ExchangePlan, Moment, add_up, receive_nodes
+from lockstep.parallel.fold import Arena
 from lockstep.parallel.hosts.layout import Merged
 from lockstep.parallel.layout import Range
-from lockstep.parallel.shared_slices import BlockSum, Moment
+from lockstep.parallel.shared_slices import BlockSum, Neighbours
 
 
 class Inside(ABC):
@@ -56,35 +56,29 @@ class InMessages(Inside):
             transport: transport between the ranks of the host.
             arena: arena of this rank.
             num_nodes: number of nodes of each rank.
-            merged: what becomes of them.
+            merged: how they are added up.
         """
         self._transport, self._arena = transport, arena
         self._num_nodes, self._merged = num_nodes, merged
 
     def host_nodes(self, segment: int, worked: Sequence[Sequence[Range]]) -> list[Tensor]:
         """See `Inside.host_nodes`."""
-        transport, rows = self._transport, [row.segments[segment] for row in self._arena.rows]
+        rank, size = self._transport.rank, self._transport.size
+        rows = [row.segments[segment] for row in self._arena.rows]
         counts = [sum(map(len, ranges)) for ranges in worked]
-        length = counts[transport.rank]
-        by_node: dict[tuple[int, int], Tensor] = {}
-        for j in range(max(self._num_nodes)):
-            holders = [r for r, n in enumerate(self._num_nodes) if j < n]
-            received = rows[0].new_empty(length * len(holders))
-            sending = j < self._num_nodes[transport.rank]
-            packed = rows[0]
-            if sending:
-                packed = torch.cat([rows[j][a:b] for ranges in worked for a, b in ranges])
-            transport.all_to_all(
-                packed,
-                [count if sending else 0 for count in counts],
-                offsets(counts) if sending else [0] * len(counts),
-                received,
-                [length if r in holders else 0 for r in range(transport.size)],
-            )
-            for r, part in zip(holders, received.view(len(holders), length), strict=True):
-                by_node[r, j] = part
-        # By rank, then node: from left to right.
-        nodes = [by_node[key] for key in sorted(by_node)]
+        nodes = receive_nodes(
+            self._transport,
+            [
+                torch.cat([row[a:b] for ranges in worked for a, b in ranges])
+                for row in rows[: self._num_nodes[rank]]
+            ],
+            self._num_nodes,
+            sent=counts,
+            starts=offsets(counts),
+            received=[counts[rank]] * size,
+            senders=range(size),
+            like=rows[0],
+        )
         runs = zip(self._merged.runs, self._merged.plans, strict=True)
         return [add_up(nodes[run.slice], plan) for run, plan in runs]
 
@@ -98,45 +92,28 @@ class InMemory(Inside):
     """Ranks that read one another's memory; see `shared_slices` for why that is safe."""
 
     def __init__(
-        self,
-        transport: Transport,
-        layout: ArenaLayout,
-        memories: Sequence[Tensor],
-        num_nodes: Sequence[int],
-        merged: Merged,
-        at: Callable[[Moment], None],
+        self, rank: int, ranks: Neighbours, merged: Merged, at: Callable[[Moment], None]
     ) -> None:
-        """Use memory that all ranks of the host have mapped.
+        """Prepare.
 
         Args:
-            transport: transport between the ranks of the host.
-            layout: layout of every rank's arena.
-            memories: memory of each rank.
-            num_nodes: number of nodes of each rank.
-            merged: what becomes of them.
+            rank: number of this rank among those of the host.
+            ranks: the ranks of the host.
+            merged: how their nodes are added up.
             at: function that is called at each moment.
         """
-        self._transport, self._at = transport, at
-        arenas = [
-            Arena(layout, memory, max(1, num))
-            for memory, num in zip(memories, num_nodes, strict=True)
-        ]
-        self._first_rows = [arena.rows[0] for arena in arenas]
-        held = zip(arenas, num_nodes, strict=True)
-        nodes = [row for arena, num in held for row in arena.rows[:num]]
+        self._rank, self._ranks, self._at = rank, ranks, at
         runs = zip(merged.runs, merged.plans, strict=True)
-        self._sums = [(BlockSum(plan, at), nodes[run.slice]) for run, plan in runs]
-        self._arrived = torch.zeros(transport.size, dtype=torch.uint8)
+        self._sums = [(BlockSum(plan, at), ranks.nodes[run.slice]) for run, plan in runs]
 
     def host_nodes(self, segment: int, worked: Sequence[Sequence[Range]]) -> list[Tensor]:
         """See `Inside.host_nodes`."""
         # A collective that all ranks of the host were in has said that their nodes are complete.
-        ranges = worked[self._transport.rank]
-        length = sum(map(len, ranges))
+        ranges = worked[self._rank]
         found = []
         for block_sum, rows in self._sums:
             nodes = [row.segments[segment] for row in rows]
-            total = nodes[0].new_empty(length)
+            total = nodes[0].new_empty(sum(map(len, ranges)))
             parts = torch.split(total, [len(r) for r in ranges])
             for part, (first, last) in zip(parts, ranges, strict=True):
                 block_sum.into(part, [node[first:last] for node in nodes])
@@ -145,47 +122,37 @@ class InMemory(Inside):
 
     def spread(self, totals: Sequence[Tensor], shares: Sequence[Sequence[Sequence[Range]]]) -> None:
         """See `Inside.spread`."""
-        self._wait()
+        self._ranks.wait()
         for segment, (total, of_ranks) in enumerate(zip(totals, shares, strict=True)):
-            for rank, (row, ranges) in enumerate(zip(self._first_rows, of_ranks, strict=True)):
-                if rank == self._transport.rank:
-                    continue
-                for first, last in ranges:
+            rows = zip(self._ranks.first_rows, of_ranks, strict=True)
+            for rank, (row, ranges) in enumerate(rows):
+                for first, last in ranges if rank != self._rank else ():
                     total[first:last] = row.segments[segment][first:last]
         self._at("copying")
-        self._wait()
-
-    def _wait(self) -> None:
-        """Return when all ranks of the host have called this."""
-        rank = self._transport.rank
-        own = self._arrived[rank : rank + 1]
-        self._transport.all_gather(own, self._arrived, [1] * self._transport.size)
+        self._ranks.wait()
 
 
 def meet_inside(
+    plan: ExchangePlan,
     transport: Transport,
-    layout: ArenaLayout,
-    arena: Arena,
     memory: SharedMemory | str,
     num_nodes: Sequence[int],
     merged: Merged,
-    at: Callable[[Moment], None],
 ) -> Inside:
-    """How the ranks of a host reach each other's nodes: a collective of theirs.
+    """How the ranks of a host reach each other's nodes; a collective of these ranks.
 
     Args:
+        plan: exchange of all ranks.
         transport: transport between the ranks of the host.
-        layout: layout of every rank's arena.
-        arena: arena of this rank.
-        memory: memory of `arena`, or why it cannot be shared.
-        num_nodes: number of nodes of each rank.
-        merged: what becomes of them.
-        at: function that is called at each moment.
+        memory: memory of the plan's arena, or why it cannot be shared.
+        num_nodes: number of nodes of each rank of the host.
+        merged: how they are added up.
     """
     found = map_all(transport, memory)
     if isinstance(found, str):
-        return InMessages(transport, arena, num_nodes, merged)
-    return InMemory(transport, layout, found, num_nodes, merged, at)
+        return InMessages(transport, plan.arena, num_nodes, merged)
+    ranks = Neighbours(transport, plan.layout, found, num_nodes)
+    return InMemory(transport.rank, ranks, merged, plan.at)
 
 
 def spread_inside(transport: Transport, flat: Tensor, shares: Sequence[Sequence[Range]]) -> None:

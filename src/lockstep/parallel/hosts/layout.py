@@ -18,7 +18,7 @@ from lockstep.comm.shared_memory import hosts_of
 from lockstep.comm.transport import Transport
 from lockstep.parallel.exchange import Exchange
 from lockstep.parallel.fold import BLOCK, Row
-from lockstep.parallel.layout import Node, Range, merges, split
+from lockstep.parallel.layout import Node, Range, consecutive, merges, split
 
 
 def ranks_of_hosts(hosts: Sequence[str]) -> list[Range] | str:
@@ -34,11 +34,7 @@ def ranks_of_hosts(hosts: Sequence[str]) -> list[Range] | str:
         return "no two ranks that follow each other share a host"
     if len(runs) > len(set(hosts)):
         return "ranks of one host do not follow each other"
-    ranges, first = [], 0
-    for _, num in runs:
-        ranges.append(Range(first, first + num))
-        first += num
-    return ranges
+    return consecutive([num for _, num in runs])
 
 
 class Merged(NamedTuple):
@@ -101,13 +97,6 @@ def overlap(one: Range, other: Range) -> Range:
     """What two ranges have in common; where that is nothing, an empty range inside of the first."""
     first = min(max(one.first, other.first), one.last)
     return Range(first, max(first, min(one.last, other.last)))
-
-
-def parts_of(slices: Sequence[Range], start: int, length: int) -> list[Range]:
-    """Of each slice, the elements from `start` on, at most `length` of them."""
-    return [
-        Range(min(s.first + start, s.last), min(s.first + start + length, s.last)) for s in slices
-    ]
 
 
 class Cut(NamedTuple):

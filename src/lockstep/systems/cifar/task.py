@@ -6,10 +6,9 @@ has a coarse and a fine label before them (https://www.cs.toronto.edu/~kriz/cifa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -37,16 +36,15 @@ SIZE = 32
 _PIXELS = 3 * SIZE * SIZE
 
 
-@dataclass(frozen=True)
-class _Kind:
+class _Kind(NamedTuple):
     """A dataset.
 
     Attributes:
-        name: what it is called.
+        name: its name.
         classes: number of labels.
         label_bytes: bytes before the pixels, the last of which is the label.
-        train: names of the files to train with.
-        test: name of the file to test with.
+        train: names of the training files.
+        test: name of the test file.
     """
 
     name: str
@@ -63,7 +61,7 @@ _KINDS = (
 
 
 def has_cifar(folder: Path) -> bool:
-    """Whether a folder holds a file to train with of CIFAR-10 or CIFAR-100."""
+    """Whether a folder has a training file of CIFAR-10 or CIFAR-100."""
     return any((folder / name).exists() for kind in _KINDS for name in kind.train)
 
 
@@ -89,7 +87,7 @@ def _read(path: Path, kind: _Kind) -> tuple[Tensor, Tensor]:
     """The images and labels of one file.
 
     Raises:
-        DataError: it is missing, cannot be read, or is no such file.
+        DataError: it is missing, unreadable, or not such a file.
     """
     record = kind.label_bytes + _PIXELS
     try:
@@ -111,24 +109,24 @@ def _read(path: Path, kind: _Kind) -> tuple[Tensor, Tensor]:
     labels = rows[:, kind.label_bytes - 1].long()
     wrong = (labels >= kind.classes).nonzero()
     if len(wrong):
-        place = int(wrong[0])
+        index = int(wrong[0])
         raise DataError(
-            f"{path}: record {place}: label {int(labels[place])}; {kind.name} has labels from 0 to "
+            f"{path}: record {index}: label {int(labels[index])}; {kind.name} has labels from 0 to "
             f"{kind.classes - 1}"
         )
     return rows[:, kind.label_bytes :].reshape(-1, 3, SIZE, SIZE).clone(), labels
 
 
 def augmented(images: Tensor, shift: int, generator: torch.Generator) -> Tensor:
-    """Each image mirrored or not, and moved by up to `shift` pixels in both directions.
+    """Images mirrored at random, and shifted by up to `shift` pixels in both directions.
 
     Args:
-        images: [N, C, H, W]; what comes in from beyond an edge is 0.
-        shift: the most that an image is moved by, in pixels.
-        generator: of the microbatch, on the CPU, so that all devices draw the same.
+        images: [N, C, H, W]; pixels from outside an image are 0.
+        shift: largest shift in pixels.
+        generator: generator of the microbatch, on the CPU, so that all devices draw the same.
 
     Returns:
-        As many images of the same shape and dtype.
+        Images of the same shape and dtype.
     """
     count, _, height, width = images.shape
     mirrored = torch.rand(count, generator=generator) < 0.5
@@ -137,28 +135,27 @@ def augmented(images: Tensor, shift: int, generator: torch.Generator) -> Tensor:
     columns = offsets[1] + torch.arange(width)
     columns = torch.where(mirrored[:, None], columns.flip(1), columns)
     padded = F.pad(images, (shift,) * 4)
-    place = torch.arange(count)[:, None, None].to(images.device)
+    index = torch.arange(count)[:, None, None].to(images.device)
     rows, columns = rows[:, :, None].to(images.device), columns[:, None, :].to(images.device)
-    return padded.permute(0, 2, 3, 1)[place, rows, columns].permute(0, 3, 1, 2).contiguous()
+    return padded.permute(0, 2, 3, 1)[index, rows, columns].permute(0, 3, 1, 2).contiguous()
 
 
 _STAGES = 3
 
 
 class ResidualNetwork(nn.Module):
-    """Three stages of residual blocks, of which each halves the image and doubles the width.
+    """Three stages of residual blocks, the second and third at half the size and twice the width.
 
-    The mean over an image is a sum, so it has a deterministic gradient on GPUs, which adaptive
-    pooling has not.
+    The mean over an image has a deterministic gradient on GPUs, unlike adaptive pooling.
     """
 
     def __init__(self, channels: int, width: int, depth: int, classes: int) -> None:
-        """Make the layers.
+        """Create the layers.
 
         Args:
-            channels: of an image.
+            channels: channels of an image.
             width: channels of the first stage.
-            depth: number of layers with weights along the longest way: 6n + 2.
+            depth: number of layers with weights along the longest path: 6n + 2.
             classes: number of labels.
         """
         super().__init__()
@@ -181,21 +178,17 @@ class ResidualNetwork(nn.Module):
 
 
 class _Block(nn.Module):
-    """Two convolutions, and a way around them."""
+    """Two convolutions with a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
         self.inner = nn.Sequential(
             *_convolution(inputs, outputs, stride), nn.ReLU(), *_convolution(outputs, outputs, 1)
         )
-        is_same = inputs == outputs and stride == 1
-        self.around = (
-            nn.Identity()
-            if is_same
-            else nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
-            )
-        )
+        self.around: nn.Module = nn.Identity()
+        if inputs != outputs or stride != 1:
+            shortcut = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+            self.around = nn.Sequential(shortcut, nn.BatchNorm2d(outputs))
         self.relu = nn.ReLU()
 
     def forward(self, images: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ def mlp(pixels: int, hidden: int, classes: int, dropout: float) -> nn.Module:
         pixels: number of pixels of an image.
         hidden: width of the hidden layer.
         classes: number of classes.
-        dropout: probability of dropout behind the hidden layer, in [0, 1).
+        dropout: probability of dropout after the hidden layer, in [0, 1).
 
     Returns:
         A module from images [N, 1, H, W] to logits [N, classes], float32.
@@ -123,7 +123,7 @@ def cnn(height: int, width: int, classes: int, dropout: float) -> nn.Module:
         height: height of an image in pixels.
         width: width of an image in pixels.
         classes: number of classes.
-        dropout: probability of dropout in front of the classifier, in [0, 1).
+        dropout: probability of dropout before the classifier, in [0, 1).
 
     Returns:
         A module from images [N, 1, H, W] to logits [N, classes], float32.

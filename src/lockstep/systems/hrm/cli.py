@@ -64,14 +64,14 @@ def data(
     """Write a dataset of puzzles, made from a seed or from public data."""
     with ending_at_interrupt():
         from lockstep.systems.hrm.data.build import build
-        from lockstep.systems.hrm.data.request import Options
+        from lockstep.systems.hrm.data.sources import Options
     options = Options(size, train, test, augment, seed, csv, rating, clues, version)
     built = build(kind, folder, options, overwrite=overwrite)
     print(f"wrote {built.folder}")
-    for split, held in built.sizes.items():
+    for split, counts in built.sizes.items():
         print(
-            f"{split}: {held.num_groups:,} groups, {held.num_puzzles:,} puzzles, "
-            f"{held.num_examples:,} examples"
+            f"{split}: {counts.num_groups:,} groups, {counts.num_puzzles:,} puzzles, "
+            f"{counts.num_examples:,} examples"
         )
     print(
         f"{built.seq_len:,} tokens an example, {built.vocab_size} in the vocabulary, "
@@ -102,7 +102,7 @@ def solve(
     """
     with ending_at_interrupt():
         from lockstep.systems.hrm.reports import commands
-    code = commands.solve(commands.Chosen(run_dir, checkpoint, segments, early), puzzle)
+    code = commands.solve(run_dir, puzzle, checkpoint, segments, early)
     if code:
         raise typer.Exit(code)
 
@@ -126,8 +126,7 @@ def view(
     """
     with ending_at_interrupt():
         from lockstep.systems.hrm.reports import commands
-    chosen = commands.Chosen(run_dir, checkpoint, segments)
-    for line in commands.view(chosen, output, num, split):
+    for line in commands.view(run_dir, output, num, split, checkpoint, segments):
         print(line)
 
 
@@ -167,8 +166,8 @@ def evaluate(
     ARC their names [N].
     """
     with ending_at_interrupt():
-        from lockstep.systems.hrm.reports import commands, scored
-    chosen = commands.Chosen(run_dir, checkpoint, early=early)
-    asking = scored.Asking(segments, subset, attempts, without_ids, save)
-    for line in scored.evaluate(chosen, asking):
+        from lockstep.systems.hrm.reports import commands
+    for line in commands.evaluate(
+        run_dir, segments, early, subset, attempts, without_ids, save, checkpoint
+    ):
         print(line)

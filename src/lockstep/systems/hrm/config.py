@@ -1,13 +1,15 @@
-"""The keys of the recipe `hrm`, and presets: what was published for each kind of puzzle."""
+"""The config of the recipe `hrm`, and presets with the published values of each kind of puzzle."""
 
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from collections.abc import Mapping
+from importlib.resources import files
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import Field, model_validator
 
 from lockstep.config import (
@@ -31,18 +33,29 @@ Preset = Literal[
 ]  # fmt: skip
 
 
-_KEYS_OF: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        "sudoku": frozenset({"size", "clues"}),
-        "maze": frozenset({"size"}),
-        "arc": frozenset({"arc_version"}),
-    }
-)
-"""Keys that some kinds of puzzles have, and others do not."""
+def _presets() -> Mapping[str, Mapping[str, Any]]:
+    text = files(__package__).joinpath("presets.yaml").read_text(encoding="utf-8")
+    content = yaml.safe_load(text)
+    presets = {}
+    for name, own in content["presets"].items():
+        bases = [content["bases"][base] for base in own.pop("bases", ())]
+        presets[name] = dict(ChainMap(own, *reversed(bases)))
+    return presets
+
+
+PRESETS = _presets()
+"""The keys of each preset; `sudoku-4` has the defaults of `HrmConfig`."""
+
+_KEYS: Mapping[str, frozenset[str]] = {
+    "sudoku": frozenset({"size", "clues"}),
+    "maze": frozenset({"size"}),
+    "arc": frozenset({"arc_version"}),
+}
+"""Keys that only some kinds of puzzles have."""
 
 
 class HrmOptimizerConfig(OptimizerConfig):
-    """AdamATan2, which takes no heed of a gradient's scale, or another one."""
+    """AdamATan2, which is invariant to the scale of gradients, or another optimizer."""
 
     name: Literal["sgd", "adam", "adamw", "adam_atan2"] = "adam_atan2"  # type: ignore[assignment]
     """Also AdamATan2, as it was published with the model."""
@@ -147,7 +160,7 @@ class HrmConfig(TrainConfig):
     @model_validator(mode="before")
     @classmethod
     def _take_preset(cls, given: Any) -> Any:
-        """Keys that are not given are those of the preset."""
+        """Take keys that are not given from the preset."""
         if not isinstance(given, Mapping):
             return given
         return {**PRESETS.get(given.get("preset", ""), {}), **given}
@@ -168,13 +181,13 @@ class HrmConfig(TrainConfig):
         return self
 
     def _check_kind(self) -> None:
-        """Keys of another kind of puzzle have their default, or what the preset says.
+        """Check that keys of other kinds of puzzles have their default, or the preset's value.
 
         Raises:
             ValueError: one has another value, which would be ignored.
         """
-        preset, known = PRESETS.get(self.preset, {}), _KEYS_OF[self.puzzle]
-        for key in sorted(frozenset().union(*_KEYS_OF.values()) - known):
+        preset, known = PRESETS.get(self.preset, {}), _KEYS[self.puzzle]
+        for key in sorted(frozenset().union(*_KEYS.values()) - known):
             value, default = getattr(self, key), HrmConfig.model_fields[key].default
             if value not in (default, preset.get(key, default)):
                 raise ValueError(f"{key}={value}: is not for puzzle={self.puzzle}; leave it out")
@@ -189,70 +202,3 @@ class HrmConfig(TrainConfig):
         if self.lr_rule == "none":
             return lr
         return lr * math.sqrt(self.batch_size / self.base_batch_size)
-
-
-_PAPER: Mapping[str, Any] = MappingProxyType(
-    {
-        "dim": 512, "num_heads": 8, "inner_multiple": 256, "max_segments": 16, "eval_segments": 16,
-        "batch_size": 768, "base_batch_size": 768, "lr": 1e-4, "num_train": 1000, "augment": 1000,
-        "schedule": {"name": "constant", "warmup_steps": 2000},
-        "optimizer": {"name": "adam_atan2", "betas": (0.9, 0.95), "weight_decay": 1.0},
-        "precision": {"dtype": "bf16"}, "puzzle_lr": 1e-4, "puzzle_weight_decay": 1.0,
-    }
-)  # fmt: skip
-
-_TINY: Mapping[str, Any] = MappingProxyType(
-    {
-        **_PAPER, "model": "recursive", "num_blocks": 2, "high_cycles": 3, "ema": 0.999,
-        "puzzle_tokens": 16,
-    }
-)  # fmt: skip
-_HIERARCHICAL: Mapping[str, Any] = MappingProxyType(
-    {
-        **_PAPER, "model": "hierarchical", "num_blocks": 4, "high_cycles": 2, "low_cycles": 2,
-        "ema": 0.0,
-    }
-)  # fmt: skip
-_ARC: Mapping[str, Any] = MappingProxyType(
-    {
-        "puzzle": "arc", "puzzle_ids": True, "puzzle_lr": 1e-2, "puzzle_weight_decay": 0.1,
-        "optimizer": {"name": "adam_atan2", "betas": (0.9, 0.95), "weight_decay": 0.1},
-        "augment": 20,
-    }
-)  # fmt: skip
-# Steps: 100,000 passes over 3,081 and 4,667 pairs of grids.
-_ARC_1: Mapping[str, Any] = MappingProxyType(
-    {"arc_version": 1, "num_train": 400, "num_val": 400, "steps": 401171, "eval_every": 40117}
-)
-_ARC_2: Mapping[str, Any] = MappingProxyType(
-    {"arc_version": 2, "num_train": 1000, "num_val": 120, "steps": 607682, "eval_every": 60768}
-)
-
-PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "sudoku-6": {
-            "size": 6, "num_train": 4000, "augment": 24, "batch_size": 128, "base_batch_size": 128,
-            "steps": 1500, "low_cycles": 3, "eval_every": 250, "ema": 0.995,
-        },
-        # 26,040 steps: 20,000 passes over 1,000 puzzles.
-        "sudoku-extreme-hrm": {**_HIERARCHICAL, "size": 9, "steps": 26040, "eval_every": 2604},
-        # 60,000 passes; the paper's mixer for small grids, six steps of the latent state.
-        "sudoku-extreme": {
-            **_TINY, "size": 9, "steps": 78125, "eval_every": 5000, "mixing": "mlp",
-            "low_cycles": 6,
-        },
-        "maze-hard-hrm": {
-            **_HIERARCHICAL, "puzzle": "maze", "size": 30, "augment": 8, "steps": 26040,
-            "eval_every": 2604,
-        },
-        "maze-hard": {
-            **_TINY, "puzzle": "maze", "size": 30, "augment": 8, "steps": 65100,
-            "eval_every": 5000, "mixing": "attention", "low_cycles": 4,
-        },
-        "arc-1": {**_TINY, **_ARC, **_ARC_1, "mixing": "attention", "low_cycles": 4},
-        "arc-1-hrm": {**_HIERARCHICAL, **_ARC, **_ARC_1},
-        "arc-2": {**_TINY, **_ARC, **_ARC_2, "mixing": "attention", "low_cycles": 4},
-        "arc-2-hrm": {**_HIERARCHICAL, **_ARC, **_ARC_2},
-    }
-)  # fmt: skip
-"""What each preset sets; `sudoku-4` is what the class has."""

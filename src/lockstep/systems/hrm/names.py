@@ -1,6 +1,6 @@
-"""The names of puzzle identifiers, and whether they fit the puzzles that they name.
+"""The names of puzzle identifiers, checked against the puzzles that they name.
 
-A name of ARC says of which task a puzzle is, and how it was augmented: the votes depend on it.
+A name of ARC contains a puzzle's task and augmentation, on which the votes depend.
 """
 
 from __future__ import annotations
@@ -34,16 +34,15 @@ _AGAIN = f"get the dataset again, with its {IDENTIFIERS_FILE}"
 
 
 def checked_names(folder: Path, puzzles: Mapping[str, Puzzles]) -> list[str]:
-    """The names of a dataset's puzzle identifiers, in their order.
+    """The names of a dataset's puzzle identifiers, in order.
 
     Args:
         folder: folder of the dataset.
         puzzles: its puzzles, `train` and `val`.
 
     Raises:
-        DataError: the file is missing or damaged, there is another number of names than of
-            identifiers, a name is there twice or is that of no puzzle; or, of ARC, as
-            `check_questions`.
+        DataError: the file is missing or damaged, the numbers of names and of identifiers differ, a
+            name occurs twice, a puzzle has the blank one; or, for ARC, as `check_questions`.
     """
     path, test = folder / IDENTIFIERS_FILE, puzzles["val"]
     names = read_identifiers(folder)
@@ -73,15 +72,15 @@ def checked_names(folder: Path, puzzles: Mapping[str, Puzzles]) -> list[str]:
 
 
 def names_digest(names: Sequence[str]) -> str:
-    """SHA-256 of names, in their order."""
+    """SHA-256 of names, in order."""
     return hashlib.sha256(json.dumps(list(names)).encode()).hexdigest()
 
 
 def check_questions(folder: Path, test: Puzzles, names: Sequence[str]) -> None:
-    """Make sure that a test of ARC has one group for each task, and that augmentations agree.
+    """Check that a test of ARC has one group for each task, and that augmentations agree.
 
-    Inputs and labels of a question, turned back as the names of their puzzles say, are the same for
-    all augmentations of the task. 100,000 puzzles take less than a second.
+    Inputs and labels of a question, with the augmentation of their name undone, must be the same
+    for all augmentations of a task. 100,000 puzzles take less than a second.
 
     Args:
         folder: folder of the dataset.
@@ -89,8 +88,9 @@ def check_questions(folder: Path, test: Puzzles, names: Sequence[str]) -> None:
         names: names of its identifiers.
 
     Raises:
-        DataError: they do not agree, a puzzle has no name or one of no augmentation, an identifier
-            is that of two puzzles, a group has puzzles of several tasks, or a task several groups.
+        DataError: they do not agree, a puzzle has no name or one that names no augmentation, two
+            puzzles share an identifier, a group has puzzles of several tasks, or a task has several
+            groups.
     """
     where = folder / IDENTIFIERS_FILE
     _check_each_once(folder, test)
@@ -110,7 +110,7 @@ def check_questions(folder: Path, test: Puzzles, names: Sequence[str]) -> None:
                 if agree.all():
                     continue
                 wrong = int(np.argmin(agree))
-                pair = [shown(names[test.identifiers[which[place]]]) for place in (0, wrong)]
+                pair = [shown(names[test.identifiers[which[index]]]) for index in (0, wrong)]
                 raise DataError(
                     f"{where}: {pair[0]} and {pair[1]}: {what} of the test's examples {rows[0]} and"
                     f" {rows[wrong]} are not one grid once turned back as these names say; {_AGAIN}"
@@ -120,7 +120,7 @@ def check_questions(folder: Path, test: Puzzles, names: Sequence[str]) -> None:
 def _parsed(
     names: Sequence[str],
 ) -> tuple[list[str], npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """Tasks, symmetries [P] and new colours [P, 10] that names say.
+    """Tasks, symmetries [P] and new colours [P, 10] of names.
 
     Raises:
         DataError: as `parse_name`.
@@ -139,13 +139,13 @@ def _parsed(
 
 
 def _check_each_once(folder: Path, test: Puzzles) -> None:
-    """Each puzzle has an identifier, and no other puzzle has it.
+    """Check that each puzzle has an identifier of its own.
 
     Raises:
         DataError: one has none, or that of another one.
     """
-    found, firsts, counts = np.unique(test.identifiers, return_index=True, return_counts=True)
-    without = np.flatnonzero(found == test.blank)
+    identifiers, firsts, counts = np.unique(test.identifiers, return_index=True, return_counts=True)
+    without = np.flatnonzero(identifiers == test.blank)
     if len(without):
         raise DataError(
             f"{folder}: puzzle {firsts[without[0]]} of the test has identifier {test.blank}, "
@@ -153,13 +153,13 @@ def _check_each_once(folder: Path, test: Puzzles) -> None:
         )
     if int(counts.max()) > 1:
         raise DataError(
-            f"{folder}: identifier {found[np.argmax(counts)]} is that of {counts.max()} puzzles of "
-            "the test: each must have its own; get the dataset again"
+            f"{folder}: identifier {identifiers[np.argmax(counts)]} is that of {counts.max()} "
+            "puzzles of the test: each must have its own; get the dataset again"
         )
 
 
 def _check_groups(folder: Path, test: Puzzles, tasks: Sequence[str]) -> None:
-    """A group is a task with its augmentations, given the task of each puzzle.
+    """Check that groups and tasks are the same, given the task of each puzzle.
 
     Raises:
         DataError: a group has several tasks, or a task several groups.
@@ -185,7 +185,7 @@ def _check_groups(folder: Path, test: Puzzles, tasks: Sequence[str]) -> None:
 def _agree(
     fields: Grid, symmetries: npt.NDArray[np.uint8], colours: npt.NDArray[np.uint8]
 ) -> npt.NDArray[np.bool_]:
-    """Whether each field is the first one, undone and augmented as it is itself.
+    """Whether each field is what its augmentation makes of the first field's original.
 
     Args:
         fields: tokens [K, 30, 30].
@@ -193,7 +193,7 @@ def _agree(
         colours: the new colours of their augmentations [K, 10].
 
     Returns:
-        [K]; false for a field, the first one too, with colours that are not of the grid in its
+        [K]; false for a field, including the first one, with colours outside the grid in its
         corner.
     """
     first = Augmentation(int(symmetries[0]), tuple(colours[0].tolist()))

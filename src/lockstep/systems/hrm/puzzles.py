@@ -1,4 +1,4 @@
-"""The puzzles of a run: read from a dataset, or made; and the order in which they are learnt."""
+"""The puzzles of a run, read from a dataset or generated, and the order of training on them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -18,20 +17,23 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.systems.hrm.config import HrmConfig
 from lockstep.systems.hrm.data.arrays import Integers
 from lockstep.systems.hrm.data.build import source
-from lockstep.systems.hrm.data.format import PuzzleSplit, read_dataset, read_split
-from lockstep.systems.hrm.data.request import OptionError, Options
+from lockstep.systems.hrm.data.format import PuzzleSplit, read_dataset
+from lockstep.systems.hrm.data.sources import OptionError, Options
 from lockstep.systems.hrm.data.writer import BLANK_IDENTIFIER, Puzzle
 
 _LEAST_BATCHES = 8
-"""Of an epoch, whose last batch is left out if it is not full."""
+"""Batches of an epoch, at least; an incomplete last batch is dropped."""
 
 _BLOCK_ROWS = 1 << 12
-"""Examples that are copied at once."""
+"""Examples that are copied at a time."""
 
-_KEYS: Mapping[str, str] = MappingProxyType(
-    {"train": "num_train", "test": "num_val", "version": "arc_version", "seed": "data_seed"}
-)
-"""The keys of a run for options of other names."""
+_KEYS: Mapping[str, str] = {
+    "train": "num_train",
+    "test": "num_val",
+    "version": "arc_version",
+    "seed": "data_seed",
+}
+"""The config key of each option with another name."""
 
 Indices = npt.NDArray[np.int64]
 
@@ -42,12 +44,12 @@ class Puzzles:
 
     Attributes:
         inputs: tokens [N, length].
-        labels: tokens [N, length]; 0 where there is nothing to answer.
-        puzzles: int64 [P + 1]; puzzle p has the examples from the p-th to before the next.
+        labels: tokens [N, length]; 0 in cells without an answer.
+        puzzles: int64 [P + 1]; puzzle p has the examples from `puzzles[p]` to `puzzles[p + 1]`.
         groups: int64 [G + 1]; group g, a puzzle and its augmentations, likewise.
         vocabulary: number of tokens.
         identifiers: int64 [P], of each puzzle.
-        num_identifiers: number of identifiers, in both splits together.
+        num_identifiers: number of identifiers in both splits together.
         blank: identifier of puzzles that have none.
         names: names of identifiers; empty if they are in a file.
     """
@@ -69,7 +71,7 @@ class Puzzles:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of everything but identifiers."""
+        """SHA-256 of all but identifiers."""
         sha = hashlib.sha256(f"{self.vocabulary} {self.inputs.dtype}".encode())
         for array in (self.inputs.numpy(), self.labels.numpy(), self.puzzles, self.groups):
             sha.update(array.tobytes())
@@ -77,21 +79,21 @@ class Puzzles:
 
     @cached_property
     def identified_digest(self) -> str:
-        """SHA-256 of everything, identifiers too; but not of their names."""
+        """SHA-256 of all, including identifiers but not their names."""
         sha = hashlib.sha256(f"{self.digest} {self.num_identifiers} {self.blank}".encode())
         sha.update(self.identifiers.tobytes())
         return sha.hexdigest()
 
     @property
-    def of_examples(self) -> Indices:
+    def example_identifiers(self) -> Indices:
         """The identifier of each example, int64 [N]."""
         return np.repeat(self.identifiers, np.diff(self.puzzles))
 
     def epoch(self, batch_size: int, generator: np.random.Generator) -> Indices:
-        """Numbers of examples for an epoch: passes over all groups, as many as fill some batches.
+        """Indices of the examples of an epoch: passes over all groups until some batches are full.
 
-        As published, a pass takes the groups in random order, and of each one a random puzzle with
-        all of its examples.
+        As published, a pass takes a random puzzle of each group, with all of its examples, and the
+        groups in random order.
 
         Args:
             batch_size: samples of a step.
@@ -131,7 +133,7 @@ def puzzles_of(config: HrmConfig) -> dict[str, Puzzles]:
             version=config.arc_version if is_arc else None,
         )
         try:
-            both = made(config.puzzle, options)
+            both = generate(config.puzzle, options)
         except OptionError as error:
             key = _KEYS.get(error.option, error.option)
             raise ConfigError(f"{key}={error.value}: {error.what}") from None
@@ -145,43 +147,39 @@ def read_both(folder: Path) -> dict[str, Puzzles]:
         DataError: one is missing or damaged, has more sets than one, or they do not fit together.
     """
     splits = read_dataset(folder).items()
-    return {split: _puzzles(folder / split, found) for split, found in splits}
+    return {name: to_puzzles(folder / name, split) for name, split in splits}
 
 
-def read(folder: Path, split: str) -> Puzzles:
-    """A split of a dataset in the published format.
+def to_puzzles(path: Path, split: PuzzleSplit) -> Puzzles:
+    """The puzzles of a split that is read from a folder.
 
     Raises:
-        DataError: it is missing or damaged, or has more sets than one.
+        DataError: it has more sets than one.
     """
-    return _puzzles(folder / split, read_split(folder, split))
-
-
-def _puzzles(path: Path, found: PuzzleSplit) -> Puzzles:
-    if len(found.sets) != 1:
-        names = ", ".join(found.sets)
+    if len(split.sets) != 1:
+        names = ", ".join(split.sets)
         raise DataError(f"{path}: has the sets {names}; give a dataset with one")
-    (one,) = found.sets.values()
-    about = found.metadata
+    (examples,) = split.sets.values()
+    metadata = split.metadata
     return Puzzles(
-        _compact(one.inputs, about.vocab_size),
-        _compact(one.labels, about.vocab_size, about.ignore_label_id),
-        one.puzzle_indices,
-        one.group_indices,
-        about.vocab_size,
-        one.puzzle_identifiers,
-        about.num_puzzle_identifiers,
-        about.blank_identifier_id,
+        _compact(examples.inputs, metadata.vocab_size),
+        _compact(examples.labels, metadata.vocab_size, metadata.ignore_label_id),
+        examples.puzzle_indices,
+        examples.group_indices,
+        metadata.vocab_size,
+        examples.puzzle_identifiers,
+        metadata.num_puzzle_identifiers,
+        metadata.blank_identifier_id,
     )
 
 
-def made(kind: str, options: Options) -> dict[str, Puzzles]:
-    """Puzzles of both splits, made from a seed.
+def generate(kind: str, options: Options) -> dict[str, Puzzles]:
+    """Puzzles of both splits, generated from a seed.
 
     Raises:
-        ConfigError: an option is none of the kind, or a package is missing.
+        ConfigError: an option does not belong to the kind, or a package is missing.
     """
-    found = source(kind, options)
+    generated = source(kind, options)
     names = [BLANK_IDENTIFIER]
 
     def identifier(name: str) -> int:
@@ -189,9 +187,9 @@ def made(kind: str, options: Options) -> dict[str, Puzzles]:
         return len(names) - 1
 
     groups: dict[str, list[list[Puzzle]]] = {"train": [], "test": []}
-    for split, group in found.groups(identifier):
+    for split, group in generated.groups(identifier):
         groups[split].append(group)
-    return {split: _joined(some, found.vocab_size, names) for split, some in groups.items()}
+    return {split: _joined(some, generated.vocab_size, names) for split, some in groups.items()}
 
 
 def _joined(groups: list[list[Puzzle]], vocabulary: int, names: list[str]) -> Puzzles:
@@ -213,9 +211,9 @@ def _starts(counts: Iterable[int]) -> Indices:
 
 
 def _compact(tokens: Integers, vocabulary: int, ignored: int | None = None) -> Tensor:
-    """Tokens in as few bytes as they need, and 0 for those that are ignored.
+    """Tokens in the smallest dtype that holds them, and 0 for ignored labels.
 
-    Copied in blocks, so that nothing wider is ever in memory as a whole.
+    Copied in blocks, so that no wider array is in memory as a whole.
     """
     compact = np.empty(tokens.shape, np.uint8 if vocabulary <= 256 else np.int32)
     for first in range(0, len(tokens), _BLOCK_ROWS):

@@ -1,11 +1,11 @@
-"""Puzzles solved in segments: slots go on from step to step until their puzzle halts."""
+"""The task of puzzles that are solved in segments, in slots that continue across steps."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,13 +16,17 @@ from lockstep.engine.hook import Hook
 from lockstep.engine.optimizer.choice import default_optimizer
 from lockstep.engine.task import Loss, Task
 from lockstep.hooks import EMA
-from lockstep.optim import AdamATan2
+from lockstep.nn import SparseEmbedding
+from lockstep.optim import AdamATan2, RowSignSGD
 from lockstep.systems.hrm.config import HrmConfig
 from lockstep.systems.hrm.names import checked_names, names_digest
 from lockstep.systems.hrm.puzzles import Puzzles, puzzles_of
 from lockstep.systems.hrm.reasoning import (
     IGNORED,
+    HierarchicalModel,
     ReasoningModel,
+    RecursiveModel,
+    Sizes,
     accuracy,
     continue_target,
     draw_min_steps,
@@ -33,7 +37,6 @@ from lockstep.systems.hrm.reasoning import (
     softmax_cross_entropy,
     stablemax_cross_entropy,
 )
-from lockstep.systems.hrm.reasoning.models import model_of
 
 Batch = tuple[Tensor, ...]
 """Tokens and labels [B, length], as they are stored: label 0 has no answer. With `puzzle_ids`, also
@@ -44,11 +47,27 @@ Slots = dict[str, Tensor]
 `puzzle_ids`, also `identifiers`."""
 
 
+class Solved(NamedTuple):
+    """The answers to a batch.
+
+    Attributes:
+        logits: logits [B, length, vocabulary] after each segment, which stay as they are once a
+            puzzle has halted (`early_halting`).
+        steps: number of segments of each puzzle [B].
+        halting: logits of halting and of going on [B] after each segment, see
+            `ReasoningModel.forward`.
+    """
+
+    logits: list[Tensor]
+    steps: Tensor
+    halting: list[tuple[Tensor, Tensor | None]]
+
+
 class Hrm(Task):
     """Puzzles, solved in segments by a small recursive or hierarchical model.
 
-    A step is one segment of all slots. Slots that have halted take the puzzle of the batch at their
-    place; those of the batch that others would take are left out (arXiv:2506.21734, section 2).
+    A step is one segment of all slots. A slot that has halted takes the puzzle at its index in the
+    batch; the batch's other puzzles are dropped (arXiv:2506.21734, section 2).
     """
 
     Config = HrmConfig
@@ -59,13 +78,55 @@ class Hrm(Task):
         super().__init__(config)
         self.average = EMA(self.config.ema) if self.config.ema else None
 
+    @cached_property
+    def puzzles(self) -> dict[str, Puzzles]:
+        """The puzzles of each split.
+
+        Raises:
+            ConfigError: there are no such puzzles.
+            DataError: the dataset is missing or damaged.
+        """
+        return puzzles_of(self.config)
+
+    @cached_property
+    def names(self) -> Sequence[str]:
+        """The names of all puzzle identifiers, in order.
+
+        Raises:
+            DataError: the dataset has no names, or they do not fit its puzzles; see
+                `checked_names`.
+        """
+        folder = self.config.data_dir
+        if folder is None:
+            return self.puzzles["val"].names
+        return checked_names(folder.expanduser(), self.puzzles)
+
     def build_model(self) -> ReasoningModel:
         """The model that `config.model` names, for the tokens of the puzzles.
 
         Raises:
             ConfigError: sizes do not fit together.
         """
-        return model_of(self.config, self.puzzles["train"])
+        config, puzzles = self.config, self.puzzles["train"]
+        table = None
+        if config.puzzle_ids:
+            # The rows start as zeros, and move by the sign of their gradient, as published.
+            update = RowSignSGD(config.scaled(config.puzzle_lr), config.puzzle_weight_decay)
+            table = SparseEmbedding(puzzles.num_identifiers, config.row_dim, update)
+        sizes = Sizes(
+            puzzles.vocabulary,
+            puzzles.length,
+            config.dim,
+            config.num_heads,
+            config.expansion,
+            config.inner_multiple,
+            config.row_dim if config.puzzle_ids else 0,
+            config.puzzle_tokens if config.puzzle_ids else None,
+        )
+        blocks, high, low = config.num_blocks, config.high_cycles, config.low_cycles
+        if config.model == "hierarchical":
+            return HierarchicalModel(sizes, blocks, blocks, high, low, table)
+        return RecursiveModel(sizes, blocks, high, low, config.mixing, table)
 
     def build_optimizer(self, model: Any) -> torch.optim.Optimizer:
         """AdamATan2, or one of torch's, with the learning rate for the batch."""
@@ -85,12 +146,12 @@ class Hrm(Task):
             return None
         puzzles = self.puzzles[split]
         if self.config.puzzle_ids:
-            identifiers = torch.from_numpy(puzzles.of_examples)
+            identifiers = torch.from_numpy(puzzles.example_identifiers)
             return TensorDataset(puzzles.inputs, puzzles.labels, identifiers)
         return TensorDataset(puzzles.inputs, puzzles.labels)
 
     def data_digest(self) -> str:
-        """Of all puzzles; with `puzzle_ids` of their identifiers and names too.
+        """SHA-256 of all puzzles; with `puzzle_ids` also of their identifiers and names.
 
         Raises:
             DataError: with `puzzle_ids`, as `names`.
@@ -103,22 +164,27 @@ class Hrm(Task):
         return hashlib.sha256("".join(digests).encode()).hexdigest()
 
     def epoch_indices(self, epoch: int, generator: np.random.Generator) -> Any:
-        """A random puzzle of each group, in random order, again and again."""
+        """A random puzzle of each group, in random order, repeatedly."""
         return self.puzzles["train"].epoch(self.config.batch_size, generator)
 
     def hooks(self) -> list[Hook]:
-        """The average of parameters, if there is to be one."""
+        """The average of parameters, if `ema` is above 0."""
         return [self.average] if self.average is not None else []
 
+    def lookups(self, batch: Batch, carry: dict[str, Any]) -> Mapping[str, Tensor]:
+        """With `puzzle_ids`, the identifiers whose rows the slots need, new puzzles included."""
+        identifiers = torch.where(carry["halted"], batch[2], carry["slots"]["identifiers"])
+        return {"puzzles": identifiers}
+
     def carry(self, model: ReasoningModel, batch: Batch) -> dict[str, Any]:
-        """Slots that have all halted, so they take new puzzles."""
+        """Slots that have all halted, so that they take new puzzles."""
         halted = torch.ones(len(batch[0]), dtype=torch.bool, device=batch[0].device)
         return {"halted": halted, "slots": self._fresh(model, batch)}
 
     def loss(
         self, model: ReasoningModel, batch: Batch, carry: dict[str, Any]
     ) -> tuple[Loss, dict[str, Any]]:
-        """One segment of all slots; metrics are of those whose puzzle halts."""
+        """One segment of all slots; metrics are over slots whose puzzle halts."""
         config = self.config
         slots = refill(carry["halted"], carry["slots"], self._fresh(model, batch))
         rows = _rows(model, slots.get("identifiers"))
@@ -146,46 +212,44 @@ class Hrm(Task):
     def evaluate(self, model: ReasoningModel, batch: Batch) -> Loss:
         """All segments of a batch, by the average of parameters if there is one."""
         inputs, labels = batch[0].long(), _labels(batch[1])
-        answers, steps = self.solve(model, inputs, *batch[2:])
-        logits, count = answers[-1], len(inputs)
+        solved = self.solve(model, inputs, *batch[2:])
+        logits, count = solved.logits[-1], len(inputs)
         metrics: dict[str, tuple[Tensor | int, int]] = {
             "exact": (exact(logits, labels).sum(), count),
             "token_accuracy": (accuracy(logits, labels).sum(), count),
         }
         if self.config.early_halting:
-            metrics["segments"] = (steps.sum(), count)
+            metrics["segments"] = (solved.steps.sum(), count)
         return Loss(self._token_losses(logits, labels).sum(), count, metrics)
 
     def solve(
         self, model: ReasoningModel, inputs: Tensor, identifiers: Tensor | None = None
-    ) -> tuple[list[Tensor], Tensor]:
-        """The answers after each segment.
+    ) -> Solved:
+        """Solve puzzles.
 
         Args:
             model: the model.
             inputs: tokens, integers [B, length].
             identifiers: of the puzzles, integers [B], for a model that takes them.
-
-        Returns:
-            Logits [B, length, vocabulary] after each segment, which stay as they are once a puzzle
-            has halted (`early_halting`); and the number of segments of each puzzle [B].
         """
         config, rows = self.config, _rows(model, identifiers)
         state: Any = model.initial(len(inputs), self._state_dtype)
         halted = torch.zeros(len(inputs), dtype=torch.bool, device=inputs.device)
         steps = torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device)
         answers: list[Tensor] = []
+        halting: list[tuple[Tensor, Tensor | None]] = []
         for _ in range(config.eval_segments):
             state, logits, q_halt, q_continue = self._apply(model, state, inputs, rows)
             steps = steps + ~halted
             if answers:
                 logits = torch.where(halted.view(-1, 1, 1), answers[-1], logits)
             answers.append(logits)
+            halting.append((q_halt, q_continue))
             early = config.early_halting
             halted = halted | halts(
                 q_halt, q_continue, steps, config.eval_segments, False, early=early
             )
-        return answers, steps
+        return Solved(answers, steps, halting)
 
     def _apply(self, model: ReasoningModel, *arguments: Any) -> Any:
         if self.average is not None and self.average.average:
@@ -193,25 +257,12 @@ class Hrm(Task):
         return model(*arguments)
 
     def _fresh(self, model: ReasoningModel, batch: Batch) -> Slots:
-        """Slots that begin with the puzzles of a batch."""
+        """Slots that start with the puzzles of a batch."""
         inputs, labels = batch[:2]
         steps = torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device)
         state = model.initial(len(inputs), self._state_dtype)
         slots = {"inputs": inputs, "labels": labels, "steps": steps, **state}
         return {**slots, "identifiers": batch[2]} if self.config.puzzle_ids else slots
-
-    @cached_property
-    def names(self) -> Sequence[str]:
-        """The names of all puzzle identifiers, in their order.
-
-        Raises:
-            DataError: the dataset has no names, or they do not fit its puzzles; see
-                `checked_names`.
-        """
-        folder = self.config.data_dir
-        if folder is None:
-            return self.puzzles["val"].names
-        return checked_names(folder.expanduser(), self.puzzles)
 
     @property
     def _state_dtype(self) -> torch.dtype | None:
@@ -221,21 +272,6 @@ class Hrm(Task):
         if self.config.token_loss == "stablemax":
             return stablemax_cross_entropy(logits, labels)
         return softmax_cross_entropy(logits, labels)
-
-    def lookups(self, batch: Batch, carry: dict[str, Any]) -> Mapping[str, Tensor]:
-        """With `puzzle_ids`, the rows of the puzzles of slots that have taken new ones."""
-        identifiers = torch.where(carry["halted"], batch[2], carry["slots"]["identifiers"])
-        return {"puzzles": identifiers}
-
-    @cached_property
-    def puzzles(self) -> dict[str, Puzzles]:
-        """The puzzles of each split.
-
-        Raises:
-            ConfigError: there are no such puzzles.
-            DataError: the dataset is missing or damaged.
-        """
-        return puzzles_of(self.config)
 
 
 def _rows(model: ReasoningModel, identifiers: Tensor | None) -> Tensor | None:

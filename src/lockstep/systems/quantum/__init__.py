@@ -2,17 +2,15 @@
 
     from lockstep.quantum import Circuit, PauliSum, Simulator, gate, parameter
 
-The names are loaded from their modules when they are first asked for: importing this package alone
-loads none of them.
+The names are loaded from their modules when they are first used: importing this package alone loads
+none of them.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from lockstep.config.lazy import lazy_names
 from lockstep.launching.systems import CommandGroup, System
 
 if TYPE_CHECKING:
@@ -50,12 +48,8 @@ if TYPE_CHECKING:
     from lockstep.systems.quantum.layer import Layer
     from lockstep.systems.quantum.noise.channels import Channel, channel, pauli_error, qubit_channel
     from lockstep.systems.quantum.noise.circuit import DynamicCircuit, If, Measure, Reset, misread
-    from lockstep.systems.quantum.noise.density import (
-        DensitySimulator,
-        DensityState,
-        Trajectories,
-        TrajectorySimulator,
-    )
+    from lockstep.systems.quantum.noise.density import DensitySimulator, DensityState
+    from lockstep.systems.quantum.noise.trajectories import Trajectories, TrajectorySimulator
     from lockstep.systems.quantum.simulation.gradients import (
         frequencies,
         metric_tensor,
@@ -88,7 +82,6 @@ SYSTEM = System(
 )
 
 __all__ = [
-    "SYSTEM",
     "Angle",
     "Channel",
     "Circuit",
@@ -152,65 +145,5 @@ __all__ = [
     "unitary",
 ]
 
-_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "analysis.expressibility": (
-            "entangling_capability",
-            "expressibility",
-            "fidelities",
-            "gradient_samples",
-            "gradient_variance",
-            "meyer_wallach",
-        ),
-        "circuits.angles": ("Angle", "Expression", "parameter"),
-        "circuits.circuit": ("Circuit", "Gate", "gate", "unitary"),
-        "hamiltonians.estimate": (
-            "Estimate",
-            "GroupedMeasurement",
-            "bit_strings",
-            "lowest_energies",
-        ),
-        "hamiltonians.grouping": ("Group", "commuting_groups", "pauli_rotation"),
-        "hamiltonians.operator": ("PauliOperator",),
-        "interop.dynamic": (
-            "dynamic_from_qasm",
-            "dynamic_from_qiskit",
-            "dynamic_to_qasm",
-            "dynamic_to_qiskit",
-        ),
-        "interop.qasm_reader": ("from_qasm",),
-        "interop.qasm_writer": ("bound", "drawing", "to_qasm", "to_qiskit"),
-        "interop.qiskit_reader": ("from_qiskit",),
-        "layer": ("Layer",),
-        "noise.channels": ("Channel", "channel", "pauli_error", "qubit_channel"),
-        "noise.circuit": ("DynamicCircuit", "If", "Measure", "Reset", "misread"),
-        "noise.density": (
-            "DensitySimulator",
-            "DensityState",
-            "Trajectories",
-            "TrajectorySimulator",
-        ),
-        "simulation.gradients": ("frequencies", "metric_tensor", "share", "shifted"),
-        "simulation.measure": ("PauliSum", "probabilities", "sample_frequencies"),
-        "simulation.statevector": ("Simulator", "expectation", "retried", "statevector"),
-        "transformer.closed_form": ("context_root", "fubini_study"),
-        "transformer.model": ("QuantumTransformer", "Sentences"),
-        "transformer.superposition": ("superposition",),
-    }
-)
-"""The public names of each module, for `__getattr__`; the imports above are for type checkers."""
-
-_MODULES = MappingProxyType({name: module for module, names in _NAMES.items() for name in names})
-
-
-if not TYPE_CHECKING:  # for type checkers, a module with this function has every name
-
-    def __getattr__(name: str) -> Any:
-        """A public name, from its module (PEP 562)."""
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+if not TYPE_CHECKING:  # else type checkers would take any name for one of this package
+    __getattr__, __dir__ = lazy_names(__name__)

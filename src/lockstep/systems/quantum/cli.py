@@ -30,8 +30,7 @@ def predict(
     """Rank the vocabulary as next word."""
     with ending_at_interrupt():
         from lockstep.systems.quantum import commands
-    for line in commands.predict(run_dir, prefix, checkpoint, top):
-        print(line)
+    print(*commands.predict(run_dir, prefix, checkpoint, top), sep="\n")
 
 
 @app.command()
@@ -39,8 +38,7 @@ def compare(run_dir: RunDir, checkpoint: Checkpoint = "latest") -> None:
     """Compare predictions of held-out words with n-grams."""
     with ending_at_interrupt():
         from lockstep.systems.quantum import commands
-    for line in commands.compare(run_dir, checkpoint):
-        print(line)
+    print(*commands.compare(run_dir, checkpoint), sep="\n")
 
 
 @app.command()
@@ -52,8 +50,7 @@ def draw(
     """Draw the circuit of a sentence."""
     with ending_at_interrupt():
         from lockstep.systems.quantum import commands
-    for line in commands.draw(run_dir, sentence, checkpoint):
-        print(line)
+    print(*commands.draw(run_dir, sentence, checkpoint), sep="\n")
 
 
 @app.command()
@@ -65,8 +62,7 @@ def export(
     """Write parameters as .npz and the training log as CSV."""
     with ending_at_interrupt():
         from lockstep.systems.quantum import commands
-    for line in commands.export(run_dir, output, checkpoint):
-        print(line)
+    print(*commands.export(run_dir, output, checkpoint), sep="\n")
 
 
 @app.command()
@@ -86,8 +82,8 @@ def plateau(
     """Measure how gradients vanish with qubits and layers."""
     with ending_at_interrupt():
         from lockstep.systems.quantum import studies
-    for line in studies.plateau(qubits, layers, ansatz, observable, samples, circuits, seed, plot):
-        print(line)
+    lines = studies.plateau(qubits, layers, ansatz, observable, samples, circuits, seed, plot)
+    print(*lines, sep="\n")
 
 
 @app.command()
@@ -104,5 +100,4 @@ def expressibility(
     """Measure what states an ansatz reaches, and their entanglement."""
     with ending_at_interrupt():
         from lockstep.systems.quantum import studies
-    for line in studies.express(ansatz, qubits, layers, samples, seed, plot):
-        print(line)
+    print(*studies.express(ansatz, qubits, layers, samples, seed, plot), sep="\n")

@@ -1,4 +1,4 @@
-"""`lockstep quantum`: what to do with a trained quantum transformer."""
+"""The subcommands of `lockstep quantum` that use a trained quantum transformer."""
 
 from __future__ import annotations
 
@@ -20,14 +20,12 @@ from lockstep.engine.checkpoint.choice import find_snapshot
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.events import RunStarted, StepDone
-from lockstep.engine.snapshot.fits import check_fits
-from lockstep.engine.snapshot.restore import load_model
-from lockstep.engine.step.model import build_model
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.launching.front.api import restored
 from lockstep.observe import event_from_row, read_events
 from lockstep.systems.quantum import language as grammar
 from lockstep.systems.quantum.config import QuantumConfig
-from lockstep.systems.quantum.interop import drawing
+from lockstep.systems.quantum.interop.qasm_writer import drawing
 from lockstep.systems.quantum.language import Rows, Score, predictions, score, targets
 from lockstep.systems.quantum.task import Quantum
 from lockstep.systems.quantum.transformer.model import QuantumTransformer
@@ -38,9 +36,9 @@ _NAMES = {1: "unigram", 2: "bigram", 3: "trigram"}
 
 
 def baselines(task: Quantum) -> dict[str, Score]:
-    """Scores on the held-out sentences without a model: chance, n-grams, and the grammar's own.
+    """Scores on the held-out sentences without a model: chance, n-grams, and the grammar itself.
 
-    The last one is there for sentences of the grammar, and is the best that any model can expect.
+    The last one, for sentences of the grammar only, is the best that any model can expect.
 
     Raises:
         ConfigError: there are no held-out sentences.
@@ -77,7 +75,7 @@ def of_model(task: Quantum, model: QuantumTransformer, restart: int = 0) -> Scor
     return score(torch.cat(rows), targets(held_out))
 
 
-def table(scores: dict[str, Score]) -> list[str]:
+def _table(scores: dict[str, Score]) -> list[str]:
     """Lines of name, accuracy, mean rank and loss."""
     width = max(map(len, scores))
     lines = [f"{'':{width}}  accuracy  mean rank  -ln P a word"]
@@ -94,13 +92,13 @@ def _held_out(task: Quantum) -> Sequence[Rows]:
 
 
 def _true(task: Quantum) -> Tensor:
-    """The grammar's probabilities of all words at each place but the first."""
+    """The grammar's probabilities of all words at each position but the first."""
     rows = []
     for sentence in task.sentences["test"]:
         for place in range(1, len(sentence)):
             likely = torch.zeros(len(task.vocabulary), dtype=torch.float64)
             chosen = grammar.followers(sentence[:place])
-            # A small training set may lack words that the grammar has.
+            # A small corpus may lack some words of the grammar.
             likely[[task.vocabulary[w] for w in chosen if w in task.vocabulary]] = 1 / len(chosen)
             rows.append(likely)
     return torch.stack(rows)
@@ -133,16 +131,16 @@ def compare(run_dir: Path, which: str) -> list[str]:
     scores = baselines(task)
     scores["the model"] = of_model(task, model, _best_restart(snapshot))
     held_out = task.sentences["test"]
-    again = len(set(held_out) & set(task.sentences["train"]))
-    remark = f"; {again} of them are training sentences, too" if again else ""
-    return [f"next words of {len(held_out)} held-out sentences{remark}", *table(scores)]
+    known = len(set(held_out) & set(task.sentences["train"]))
+    remark = f"; {known} of them are training sentences, too" if known else ""
+    return [f"next words of {len(held_out)} held-out sentences{remark}", *_table(scores)]
 
 
 def export(run_dir: Path, output: Path | None, which: str) -> list[str]:
     """Write `params`, `epoch`, `lr` and `seed` of a checkpoint as .npz, and the log as CSV.
 
-    The .npz has also `embeddings`, `words` and all restarts' angles as `restarts`; `params` are
-    those of the best restart, flat, V before W.
+    The .npz also has `embeddings`, `words` and the angles of all restarts as `restarts`; `params`
+    are those of the best restart, flat, V before W.
 
     Returns:
         Lines that say what was written.
@@ -193,7 +191,8 @@ def draw(run_dir: Path, sentence: str, which: str) -> list[str]:
 def training_log(events: list[dict[str, Any]]) -> str:
     """A CSV of epoch (from 1), mean loss, gradient norm and seconds, one row for each epoch.
 
-    What was computed again after a resume is there once. The gradient norm is the last one's.
+    Steps that were computed again after a resume count once. The gradient norm is that of the
+    epoch's last step.
     """
     steps: list[StepDone] = []
     for event in map(event_from_row, events):
@@ -220,13 +219,11 @@ def _trained(run_dir: Path, which: str) -> tuple[Quantum, QuantumTransformer, Sn
     target = directory.identity().target
     if target != "quantum":
         raise ConfigError(f"{run_dir}: is a run of {target or 'a script'}, not of quantum")
-    config = load(QuantumConfig, run_dir / "config.yaml")
-    task = Quantum(config)
-    model = build_model(task, config, torch.device("cpu"))
-    assert isinstance(model, QuantumTransformer)
+    task = Quantum(load(QuantumConfig, run_dir / "config.yaml"))
     snapshot = find_snapshot(directory.checkpoints, which)
-    check_fits(snapshot, model, str(directory.checkpoints))
-    load_model(snapshot, model)
+    where = str(directory.checkpoints)
+    model = restored(task, task.config, snapshot, torch.device("cpu"), where)
+    assert isinstance(model, QuantumTransformer)
     return task, model, snapshot
 
 

@@ -22,7 +22,7 @@ from lockstep.config import (
     TrainConfig,
 )
 from lockstep.systems.quantum import language as grammar
-from lockstep.systems.quantum.language import MOST, Sentence, read_sentences
+from lockstep.systems.quantum.language import MAX_SENTENCES, Sentence, read_sentences
 
 
 class QuantumOptimizerConfig(OptimizerConfig):
@@ -63,7 +63,7 @@ class QuantumConfig(TrainConfig):
     """UTF-8 text, one sentence a line; without it, eight built-in sentences."""
     test_corpus: Path | None = Field(default=None, json_schema_extra=NO_OUTCOME)
     """The same for testing; without both, four built-in sentences."""
-    grammar: Annotated[int, Field(ge=1, le=MOST)] | None = None
+    grammar: Annotated[int, Field(ge=1, le=MAX_SENTENCES)] | None = None
     """Sentences of an artificial language to learn instead of a corpus, drawn from the seed; an
     eighth as many others are for testing."""
     backend: Literal["closed_form", "circuit"] = "closed_form"

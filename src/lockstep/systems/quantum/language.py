@@ -1,13 +1,13 @@
-"""Sentences of files and of a small artificial language, and what counting words predicts of them.
+"""Sentences of files and of a small artificial language, and n-gram models of them.
 
 A sentence is an opener, `the`, perhaps an adjective, a noun, perhaps a place ("near the river"), an
 adverb, a verb, `the`, an object and a closer, 8 to 12 words of 64:
 
     always the small robot near the river slowly lifts the stone gladly
 
-What a bigram model cannot know: the verb is one of four that fit the class of the noun, which is
-two to five words before it, and the closer one of two that fit the opener, the first word. Every
-next word is drawn uniformly from those that may follow, so the best possible prediction is known.
+A bigram model cannot predict all of it: the verb is one of four that fit the class of the noun, two
+to five words before, and the closer is one of two that fit the opener, the first word. Every next
+word is drawn uniformly from those that may follow, so the best possible prediction is known.
 
 Jurafsky and Martin, Speech and Language Processing (3rd edition draft), sections 3.1 and 3.5.
 """
@@ -34,11 +34,11 @@ _MAX_BYTES = 256 << 20
 
 
 def read_sentences(path: Path | str) -> list[Sentence]:
-    """The sentences of a UTF-8 text file; empty lines are passed over.
+    """The sentences of a UTF-8 text file; empty lines are skipped.
 
     Raises:
-        DataError: the file cannot be read, holds no sentence, or one of a single word, which has
-            no next word to learn.
+        DataError: the file cannot be read, contains no sentence, or contains one of a single word,
+            which has no next word to learn.
     """
     path = Path(path)
     try:
@@ -79,8 +79,8 @@ class Score(NamedTuple):
     """Means over predicted words.
 
     Attributes:
-        accuracy: how often the word is the most probable one; among equals, their share of one.
-        rank: place of the word in the order of probability, from 1; among equals, the middle.
+        accuracy: how often the word is the most probable one; k equally probable ones count 1/k.
+        rank: rank of the word by probability, from 1; the mean rank of equally probable ones.
         loss: -ln of the word's probability.
     """
 
@@ -89,15 +89,15 @@ class Score(NamedTuple):
     loss: float
 
 
-def places(logarithms: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether each word is the most probable one, and its place in the order of probability.
+def hits_and_ranks(logarithms: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether each word is the most probable one, and its rank by probability.
 
     Args:
         logarithms: logarithms of probabilities, real, [..., words].
         target: number of the word that follows, int64 [...].
 
     Returns:
-        Two tensors [...] of the dtype of `logarithms`: hits from 0 to 1, places from 1 on.
+        Two tensors [...] of the dtype of `logarithms`: hits from 0 to 1, ranks from 1 on.
     """
     own = logarithms.gather(-1, target.unsqueeze(-1))
     greater = (logarithms > own).sum(-1)
@@ -113,7 +113,7 @@ def score(logarithms: Tensor, target: Tensor) -> Score:
         logarithms: logarithms of probabilities, real, [N, words].
         target: number of the word that follows, int64 [N].
     """
-    hits, ranks = places(logarithms, target)
+    hits, ranks = hits_and_ranks(logarithms, target)
     own = logarithms.gather(-1, target.unsqueeze(-1))
     return Score(*(float(values.double().mean()) for values in (hits, ranks, -own)))
 
@@ -126,7 +126,7 @@ _CLOSERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "always": ("everywhere", "gladly"),
     }
 )
-"""What may close a sentence, by its opener."""
+"""The words that may close a sentence, by its opener."""
 _NOUNS = (
     ("cat", "dog", "fox", "bird"),
     ("teacher", "farmer", "baker", "child"),
@@ -139,7 +139,7 @@ _VERBS = (
     ("lifts", "copies", "moves", "crushes"),
     ("shades", "covers", "feeds", "hides"),
 )
-"""What nouns of each class of `_NOUNS` do."""
+"""The verbs that fit each class of `_NOUNS`."""
 _ADJECTIVES = ("old", "small", "bright", "quiet")
 _PREPOSITIONS = ("near", "behind", "beside")
 _PLACES = ("garden", "house", "river", "barn")
@@ -152,8 +152,8 @@ _FITTING = MappingProxyType(
     {noun: verbs for nouns, verbs in zip(_NOUNS, _VERBS, strict=True) for noun in nouns}
 )
 
-MOST = 100_000
-"""Most sentences that may be asked for; there are 532,480."""
+MAX_SENTENCES = 100_000
+"""Most sentences that may be requested; there are 532,480."""
 
 
 def followers(words: Sequence[str]) -> tuple[str, ...]:
@@ -193,7 +193,7 @@ def sentences(count: int, seed: int) -> list[Sentence]:
     """Different sentences, drawn word by word.
 
     Args:
-        count: number of sentences, at most `MOST` and an eighth more.
+        count: number of sentences, at most `MAX_SENTENCES` and an eighth more.
         seed: seed of the draws, from 0 to 2^64 - 1.
     """
     generator = np.random.Generator(np.random.Philox(key=seed))
@@ -218,7 +218,7 @@ Rows = Sequence[int]
 ADDED = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 """Values of k that are tried."""
 _TUNED_ON = 10
-"""One of so many training sentences is kept back to choose k."""
+"""One of so many training sentences is held out to choose k."""
 
 
 class NGram:
@@ -232,7 +232,7 @@ class NGram:
     """
 
     def __init__(self, sentences: Sequence[Rows], order: int, num_words: int, added: float) -> None:
-        """Count each word but the first of every sentence.
+        """Count each word except the first of every sentence.
 
         Args:
             sentences: sentences as numbers of words, from 0 to `num_words` less one.
@@ -262,33 +262,30 @@ class NGram:
 def tuned(sentences: Sequence[Rows], order: int, num_words: int) -> NGram:
     """An n-gram model of all sentences, with the k that predicts a tenth of them best.
 
-    The tenth is predicted by a model of the others; of a single sentence, k is 1.
+    The tenth is predicted by a model of the other sentences; with a single sentence, k is 1.
 
     Args:
         sentences: sentences as numbers of words, from 0 to `num_words` less one.
         order: number n of words of which the last is predicted, at least 1.
         num_words: number of words of the vocabulary.
     """
-    kept = sentences[::_TUNED_ON] if len(sentences) > 1 else []
+    held_out = sentences[::_TUNED_ON] if len(sentences) > 1 else []
     others = [s for number, s in enumerate(sentences) if number % _TUNED_ON]
-    added = 1.0
-    if kept:
-        losses = {k: _loss(NGram(others, order, num_words, k), kept) for k in ADDED}
-        added = min(losses, key=losses.__getitem__)
-    return NGram(sentences, order, num_words, added)
+
+    def loss(k: float) -> float:
+        predicted = predictions(NGram(others, order, num_words, k), held_out)
+        return score(predicted.log(), targets(held_out)).loss
+
+    return NGram(sentences, order, num_words, min(ADDED, key=loss) if held_out else 1.0)
 
 
 def predictions(model: NGram, sentences: Sequence[Rows]) -> Tensor:
-    """The probabilities of all words at each place but the first, float64 [places, words]."""
+    """The probabilities of all words at each position but the first, float64 [positions, words]."""
     return torch.stack(
         [model.probabilities(s[:place]) for s in sentences for place in range(1, len(s))]
     )
 
 
 def targets(sentences: Sequence[Rows]) -> Tensor:
-    """The words at each place but the first, int64 [places]."""
+    """The words at each position but the first, int64 [positions]."""
     return torch.tensor([word for sentence in sentences for word in sentence[1:]])
-
-
-def _loss(model: NGram, sentences: Sequence[Rows]) -> float:
-    return score(predictions(model, sentences).log(), targets(sentences)).loss

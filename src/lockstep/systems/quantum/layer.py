@@ -1,14 +1,10 @@
-"""A circuit as a layer of a neural network, with many observables of the same states.
-
-A Pauli string flips some bits of an amplitude's index, and gives it a sign and a power of i.
-Strings that flip the same bits need the same products of amplitudes, so they are one matrix
-product.
-"""
+"""A circuit as a layer of a neural network."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 from typing import Literal, get_args
 
 import torch
@@ -17,110 +13,19 @@ from torch import Tensor, nn
 from lockstep.errors import ConfigError
 from lockstep.systems.quantum.circuits.angles import as_integer, kind_of
 from lockstep.systems.quantum.circuits.circuit import Circuit
+from lockstep.systems.quantum.hamiltonians.operator import (
+    bits_of,
+    masks_of,
+    multiplied,
+    pauli_phases,
+    string_of,
+)
 from lockstep.systems.quantum.simulation.gradients import Approximation, frequencies, metric_tensor
 from lockstep.systems.quantum.simulation.measure import PauliSum, checked_qubits, probabilities
 from lockstep.systems.quantum.simulation.statevector import Simulator
 
-_MOST_WEIGHTS = 1 << 24
+_MAX_WEIGHTS = 1 << 24
 """Most numbers in the matrices of the strings; with more, observables are measured one by one."""
-
-_PRODUCTS = {("X", "Y"): "Z", ("Y", "Z"): "X", ("Z", "X"): "Y"}
-"""Letters whose product is i times the third one."""
-
-
-class Readout:
-    """Measures observables.
-
-    Args:
-        observables: M observables of the same number of qubits n.
-        dtype: real dtype of the values.
-        device: device of the states.
-    """
-
-    def __init__(
-        self, observables: Sequence[PauliSum], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._observables = observables
-        self._num_qubits = observables[0].num_qubits
-        self._weights: dict[tuple[int, ...], Tensor] | None = None
-        flips = dict.fromkeys(_flipped(s) for o in observables for s in o.strings)
-        size = 2 << self._num_qubits
-        if len(flips) * size * len(observables) <= _MOST_WEIGHTS:
-            self._weights = {
-                places: torch.zeros(size, len(observables), dtype=torch.float64) for places in flips
-            }
-            for column, observable in enumerate(observables):
-                for string, factor in zip(observable.strings, observable.coefficients, strict=True):
-                    own = self._weights[_flipped(string)][:, column]
-                    own += factor * torch.view_as_real(_phases(string).conj_physical()).flatten()
-            self._weights = {
-                places: (weights if places else weights[::2]).to(device, dtype).contiguous()
-                for places, weights in self._weights.items()
-            }
-
-    def __call__(self, states: Tensor) -> Tensor:
-        """The expectation values [..., M], real, of states [..., 2^n]."""
-        if self._weights is None:
-            return torch.stack([o.expectation(states) for o in self._observables], -1)
-        lead = states.shape[:-1]
-        axes = states.reshape(*lead, *(2,) * self._num_qubits)
-        total: Tensor | None = None
-        for places, weights in self._weights.items():
-            if places:
-                flipped = axes.flip([len(lead) + place for place in places]).reshape(states.shape)
-                products = torch.view_as_real(states * flipped.conj()).flatten(-2)
-            else:
-                products = torch.view_as_real(states).square().sum(-1)
-            value = products @ weights
-            total = value if total is None else total + value
-        assert total is not None
-        return total
-
-
-def squared(observable: PauliSum) -> PauliSum:
-    """The square of a Pauli sum, as a Pauli sum: strings that anticommute cancel."""
-    terms: dict[str, float] = {}
-    pairs = list(zip(observable.strings, observable.coefficients, strict=True))
-    for number, (one, factor) in enumerate(pairs):
-        for two, other in pairs[number:]:
-            string, power = _times(one, two)
-            if power % 2 == 0:
-                twice = 1 if one == two else 2
-                value = twice * factor * other * (1 - power)
-                terms[string] = terms.get(string, 0.0) + value
-    return PauliSum(terms)
-
-
-def _times(one: str, two: str) -> tuple[str, int]:
-    """The product of two strings: i to a power from 0 to 3, and a string."""
-    letters, power = [], 0
-    for left, right in zip(one, two, strict=True):
-        if "I" in (left, right):
-            letters.append(left if right == "I" else right)
-        elif left == right:
-            letters.append("I")
-        elif (left, right) in _PRODUCTS:
-            letters.append(_PRODUCTS[left, right])
-            power += 1
-        else:
-            letters.append(_PRODUCTS[right, left])
-            power += 3
-    return "".join(letters), power % 4
-
-
-def _flipped(string: str) -> tuple[int, ...]:
-    """Places of the letters that flip a bit."""
-    return tuple(place for place, letter in enumerate(string) if letter in "XY")
-
-
-def _phases(string: str) -> Tensor:
-    """The factor [2^n] that a string gives to each amplitude, before it flips bits."""
-    factors = {"I": (1, 1), "X": (1, 1), "Y": (1j, -1j), "Z": (1, -1)}
-    phases = torch.ones(1, dtype=torch.complex128)
-    for letter in string:
-        phases = torch.kron(phases, torch.tensor(factors[letter], dtype=torch.complex128))
-    return phases
-
 
 Measure = Literal["expectation", "variance", "probabilities"]
 
@@ -146,8 +51,8 @@ class Layer(nn.Module):
             columns. The others are weights, in ascending order.
         measure: `expectation`: the observables' expectation values; `variance`: their variances,
             <H²> - <H>²; `probabilities`: those of all outcomes of `qubits`.
-        qubits: qubits whose outcomes are told apart, the first being the low bit of an outcome; all
-            by default. For probabilities only.
+        qubits: qubits that are measured, the first being the low bit of an outcome; all by default.
+            For probabilities only.
         init: function that fills the weights in place; by default U(0, 2π), drawn from torch's
             global generator.
         dtype: dtype of weights and outputs, torch.float32 or torch.float64; torch's default one
@@ -186,24 +91,21 @@ class Layer(nn.Module):
         self._inputs = _numbers(inputs, circuit.num_parameters)
         self._observables = _observables(observables, circuit.num_qubits, measure)
         self._qubits = _qubits(qubits, circuit.num_qubits, measure)
-        of_inputs = set(self._inputs)
-        self._weights = [i for i in range(circuit.num_parameters) if i not in of_inputs]
+        self._weights = sorted({*range(circuit.num_parameters)} - {*self._inputs})
         self.num_inputs = len(self._inputs)
         self.num_outputs = len(self._observables) or 1 << len(self._qubits)
         order = [*self._inputs, *self._weights]
-        self._places = sorted(range(len(order)), key=order.__getitem__)
-        self.weights = nn.Parameter(
-            torch.empty(len(self._weights), dtype=dtype, device=device), requires_grad=True
-        )
+        self._columns = sorted(range(len(order)), key=order.__getitem__)
+        self.weights = nn.Parameter(torch.empty(len(self._weights), dtype=dtype, device=device))
         self._init = init
         self.reset_parameters()
         self._prepared = self._prepare()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew, by `init`.
+        """Fill the weights by `init` again.
 
         Raises:
-            ConfigError: a weight is not finite then, as one that `init` does not fill.
+            ConfigError: `init` leaves a weight that is not finite, or does not fill one.
         """
         with torch.no_grad():
             self.weights.fill_(math.nan)
@@ -217,14 +119,14 @@ class Layer(nn.Module):
         """Measure the circuit.
 
         Args:
-            inputs: real tensor [..., num_inputs]; may be left out where there are none.
+            inputs: real tensor [..., num_inputs]; optional if there are none.
 
         Returns:
             Values [..., num_outputs], in the dtype of the weights. Inputs that are not finite give
             NaN, in their own rows only.
 
         Raises:
-            ConfigError: the inputs are no such tensor, or are on another device than the weights.
+            ConfigError: the inputs are not such a tensor, or not on the device of the weights.
         """
         with torch.autocast(self.weights.device.type, enabled=False):
             states = self.simulator.state(self.parameters_of(inputs))
@@ -240,7 +142,7 @@ class Layer(nn.Module):
         """The circuit's parameters [..., P], from inputs as for `forward`.
 
         Raises:
-            ConfigError: the inputs are no such tensor, or are on another device than the weights.
+            ConfigError: the inputs are not such a tensor, or not on the device of the weights.
         """
         weights = self.weights
         if inputs is None and not self.num_inputs:
@@ -258,7 +160,7 @@ class Layer(nn.Module):
         if inputs.device != weights.device:
             raise ConfigError(f"inputs are on {inputs.device}, the layer on {weights.device}")
         both = torch.cat([inputs.to(weights.dtype), weights.expand(*inputs.shape[:-1], -1)], -1)
-        return both.index_select(-1, torch.tensor(self._places, device=both.device))
+        return both.index_select(-1, torch.tensor(self._columns, device=both.device))
 
     @property
     def simulator(self) -> Simulator:
@@ -269,21 +171,20 @@ class Layer(nn.Module):
         return self._prepared[0]
 
     @property
-    def _readout(self) -> Readout | None:
+    def _readout(self) -> _Readout | None:
         return self._prepared[1]
 
-    def _prepare(self) -> tuple[Simulator, Readout | None]:
+    def _prepare(self) -> tuple[Simulator, _Readout | None]:
         dtype, device = self.weights.dtype, self.weights.device
         if dtype not in (torch.float32, torch.float64):
             raise ConfigError(f"dtype {dtype}: a layer is of torch.float32 or torch.float64")
-        complex_dtype = torch.complex64 if dtype == torch.float32 else torch.complex128
-        simulator = Simulator(self.circuit, complex_dtype, device, varying=self._inputs)
+        simulator = Simulator(self.circuit, dtype.to_complex(), device, varying=self._inputs)
         if not self._observables:
             return simulator, None
         measured = [*self._observables]
         if self._measure == "variance":
             measured += [squared(observable) for observable in self._observables]
-        return simulator, Readout(measured, dtype, device)
+        return simulator, _Readout(measured, dtype, device)
 
     def metric(self, inputs: Tensor | None = None, approximation: Approximation = "full") -> Tensor:
         """The Fubini-Study metric of the weights, its mean over the inputs; see `metric_tensor`.
@@ -306,7 +207,7 @@ class Layer(nn.Module):
         """The frequency of each weight [W], float64, for `Rotosolve`; see `frequencies`.
 
         Raises:
-            ConfigError: expectation values are no sinusoid of one frequency in a weight.
+            ConfigError: expectation values are not a sinusoid of one frequency in a weight.
         """
         return frequencies(self.circuit, self._weights)
 
@@ -354,3 +255,63 @@ def _qubits(given: Sequence[int] | None, num_qubits: int, measure: str) -> tuple
     if measure != "probabilities":
         raise ConfigError(f"qubits: are for measure='probabilities', not {measure!r}")
     return checked_qubits(given, num_qubits)
+
+
+class _Readout:
+    """Measures M observables of the same number of qubits.
+
+    A Pauli string flips some bits of an amplitude's index and multiplies it by a power of i. All
+    strings that flip the same bits need the same products of amplitudes, so they are measured by
+    one matrix product.
+    """
+
+    def __init__(
+        self, observables: Sequence[PauliSum], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._observables = observables
+        self._num_qubits = num_qubits = observables[0].num_qubits
+        self._weights: dict[int, Tensor] | None = None
+        flips = dict.fromkeys(masks_of(s)[0] for o in observables for s in o.strings)
+        size = 2 << num_qubits
+        if len(flips) * size * len(observables) > _MAX_WEIGHTS:
+            return
+        weights = {x: torch.zeros(size, len(observables), dtype=torch.float64) for x in flips}
+        index = torch.arange(1 << num_qubits)
+        for column, observable in enumerate(observables):
+            for string, coefficient in observable.pairs:
+                own = weights[masks_of(string)[0]][:, column]
+                phases = pauli_phases(string, index).conj_physical()
+                own += coefficient * torch.view_as_real(phases).flatten()
+        # Without flips the products are squares, which have no imaginary part.
+        self._weights = {
+            x: (own if x else own[::2]).to(device, dtype).contiguous() for x, own in weights.items()
+        }
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """The expectation values [..., M], real, of states [..., 2^n]."""
+        if self._weights is None:
+            return torch.stack([o.expectation(states) for o in self._observables], -1)
+        axes = states.reshape(*states.shape[:-1], *(2,) * self._num_qubits)
+        values = []
+        for x, weights in self._weights.items():
+            if x:
+                flipped = axes.flip([-1 - q for q in bits_of(x)]).reshape(states.shape)
+                products = torch.view_as_real(states * flipped.conj()).flatten(-2)
+            else:
+                products = torch.view_as_real(states).square().sum(-1)
+            values.append(products @ weights)
+        return reduce(torch.add, values)
+
+
+def squared(observable: PauliSum) -> PauliSum:
+    """The square of a Pauli sum, as a Pauli sum: strings that anticommute cancel."""
+    terms: dict[str, float] = {}
+    pairs = [(masks_of(string), coefficient) for string, coefficient in observable.pairs]
+    for number, (one, factor) in enumerate(pairs):
+        for two, other in pairs[number:]:
+            masks, phase = multiplied(one, two)
+            if not phase.imag:
+                string = string_of(masks, observable.num_qubits)
+                value = (1 if one == two else 2) * factor * other * phase.real
+                terms[string] = terms.get(string, 0.0) + value
+    return PauliSum(terms)

@@ -20,9 +20,8 @@ from lockstep.systems.quantum.analysis.expressibility import (
     two_design_variance,
 )
 
-_MOST_QUBITS = 24
-_MOST_LAYERS = 10_000
-_EXTRA = "quantum"
+_MAX_QUBITS = 24
+_MAX_LAYERS = 10_000
 
 
 def plateau(
@@ -44,34 +43,23 @@ def plateau(
     if ansatz == "idle":
         raise ConfigError("--ansatz idle: has no parameter, so no gradient")
     make = ANSAETZE[_one_of(ansatz)]
-    sizes = _numbers("--qubits", qubits, _MOST_QUBITS)
-    depths = _numbers("--layers", layers, _MOST_LAYERS)
+    sizes = _numbers("--qubits", qubits, _MAX_QUBITS)
+    depths = _numbers("--layers", layers, _MAX_LAYERS)
     figure = None if plot is None else _figure(plot, f"variance of gradients, {ansatz}", 6)
-    variances = {
-        depth: [
-            gradient_variance(
-                make,
-                n,
-                depth,
-                pauli_z(n, observable),
-                samples=samples,
-                circuits=circuits,
-                seed=seed,
-            )
-            for n in sizes
-        ]
-        for depth in depths
-    }
-    limits = [two_design_variance(n) for n in sizes]
-    rows = {f"L = {depth}": found for depth, found in variances.items()}
-    rows["2-designs"] = limits
+
+    def variance(n: int, depth: int) -> float:
+        z = pauli_z(n, observable)
+        return gradient_variance(make, n, depth, z, samples=samples, circuits=circuits, seed=seed)
+
+    rows = {f"L = {depth}": [variance(n, depth) for n in sizes] for depth in depths}
+    rows["2-designs"] = [two_design_variance(n) for n in sizes]
     lines = [f"variance of d<Z...>/dθ, {ansatz}, {observable} observable"]
     lines += _table([f"{n} qubits" for n in sizes] + ["decay"], rows, sizes)
     if figure is not None and plot is not None:
         axes = figure.subplots()
-        for name, found in rows.items():
+        for name, variances in rows.items():
             style = "k--" if name == "2-designs" else "o-"
-            axes.semilogy(sizes, found, style, ms=4, label=name)
+            axes.semilogy(sizes, variances, style, ms=4, label=name)
         axes.set(xlabel="qubits", ylabel="variance of the derivative in the middle")
         axes.set_xticks(sizes)
         axes.grid(alpha=0.3)
@@ -91,7 +79,7 @@ def express(
     """
     chosen = ANSAETZE if ansaetze == "all" else map(_one_of, ansaetze.split(","))
     names = list(dict.fromkeys(chosen))
-    depths = _numbers("--layers", layers, _MOST_LAYERS)
+    depths = _numbers("--layers", layers, _MAX_LAYERS)
     figure = None if plot is None else _figure(plot, f"ansätze on {qubits} qubits", 9)
     lines = [f"{qubits} qubits; KL: divergence from Haar (0 is most expressive); Q: entanglement"]
     width = max(map(len, names))
@@ -100,12 +88,10 @@ def express(
     for name in names:
         for depth in depths:
             circuit = ANSAETZE[name](qubits, depth, seed)
-            judged = (
-                expressibility(circuit, samples, seed),
-                entangling_capability(circuit, max(2, samples), seed),
-            )
-            found.setdefault(name, []).append(judged)
-            lines.append(f"{name:{width}}  {depth:6}  {judged[0]:8.4f}  {judged[1]:6.4f}")
+            divergence = expressibility(circuit, samples, seed)
+            entanglement = entangling_capability(circuit, max(2, samples), seed)
+            found.setdefault(name, []).append((divergence, entanglement))
+            lines.append(f"{name:{width}}  {depth:6}  {divergence:8.4f}  {entanglement:6.4f}")
     lines.append(f"{'Haar':{width}}  {'':6}  {0:8.4f}  {haar_entanglement(qubits):6.4f}")
     if figure is not None and plot is not None:
         _draw_expressed(figure, found, depths, haar_entanglement(qubits))
@@ -120,8 +106,8 @@ def _draw_expressed(
     haar: float,
 ) -> None:
     left, right = figure.subplots(1, 2)
-    for name, judged in found.items():
-        divergences, entanglement = zip(*judged, strict=True)
+    for name, values in found.items():
+        divergences, entanglement = zip(*values, strict=True)
         left.semilogy(depths, divergences, "o-", ms=4, label=name)
         right.plot(depths, entanglement, "o-", ms=4, label=name)
     right.axhline(haar, color="black", ls="--", label="Haar")
@@ -135,9 +121,9 @@ def _draw_expressed(
 
 
 def _figure(path: Path, title: str, width: float) -> Any:
-    """A figure, before anything is computed in vain."""
+    """A figure, made before anything is computed: a wrong path or no matplotlib is an error."""
     picture_path(path)
-    return new_figure(width, 4, title, extra=_EXTRA)
+    return new_figure(width, 4, title, extra="quantum")
 
 
 def _table(
@@ -163,7 +149,7 @@ def _numbers(option: str, text: str, most: int) -> list[int]:
     """The integers of a list with commas, sorted.
 
     Raises:
-        ConfigError: it is no such list, or one is not from 1 to `most`.
+        ConfigError: it is not such a list, or one is not from 1 to `most`.
     """
     try:
         return sorted({parse_int(part, least=1, most=most) for part in text.split(",")})

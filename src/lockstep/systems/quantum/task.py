@@ -14,7 +14,7 @@ from lockstep.engine.task import Loss, Task
 from lockstep.errors import ConfigError
 from lockstep.optim.gradient_based import LBFGS, NaturalGradient
 from lockstep.systems.quantum.config import Corpus, QuantumConfig, splits
-from lockstep.systems.quantum.language import NGram, Sentence, places, tuned
+from lockstep.systems.quantum.language import NGram, Sentence, hits_and_ranks, tuned
 from lockstep.systems.quantum.transformer.closed_form import (
     check_metric_fits,
     context_root,
@@ -96,7 +96,7 @@ class Quantum(Task):
         )
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
-        """That of the objective for (parts of) sentences; each restart has its own gradient."""
+        """The objective for (parts of) sentences; each restart has its own gradient."""
         assert isinstance(model, QuantumTransformer)
         if self.config.objective == "likelihood":
             return self._likelihood(model, batch)
@@ -130,7 +130,7 @@ class Quantum(Task):
         own = logarithms.gather(-1, target.unsqueeze(-1)).squeeze(-1)
         losses = -(own * there).flatten(1).sum(1)
         count = batch.transitions.sum()
-        hits, ranks = places(logarithms.detach(), target)
+        hits, ranks = hits_and_ranks(logarithms.detach(), target)
         found: Metrics = {
             name: ((values * there).mean(0).sum(), count)
             for name, values in (("accuracy", hits), ("mean_rank", ranks))
@@ -139,7 +139,7 @@ class Quantum(Task):
         return Loss(share, count, found | _by_restart(losses.detach(), count))
 
     def next_words(self, model: QuantumTransformer, batch: Sentences) -> Tensor:
-        """The logarithm of the probability of each word of the vocabulary at each place.
+        """The logarithm of the probability of each word of the vocabulary at each position.
 
         Where the objective is fidelity, it is |A|² of the sentence that ends with the word, else
         |a|² of its last transition; both normalised over the vocabulary.
@@ -149,7 +149,7 @@ class Quantum(Task):
             batch: B sentences of at most L words, on any device.
 
         Returns:
-            Real [restarts, B, L - 1, words]; without a meaning beyond a sentence's end.
+            Real [restarts, B, L - 1, words]; undefined beyond a sentence's end.
         """
         batch = Sentences(*(values.to(model.angles.device) for values in batch))
         amplitudes = model.next_words(batch)
@@ -194,7 +194,7 @@ class Quantum(Task):
             raise ConfigError("the prefix has no word; give at least one")
         known = dict.fromkeys(word for sentence in self.sentences["train"] for word in sentence)
         rows = self.rows(model, " ".join(known))
-        # The last word stands for any.
+        # The last word is arbitrary: it is the one that is predicted.
         batch = self.collate([(torch.tensor([*given, 0]), 0)])
         likely = self.next_words(model, batch)[restart, 0, -1, rows].softmax(-1)
         counted = self.ngram(2).probabilities(given)[rows]
@@ -260,7 +260,7 @@ class Quantum(Task):
 
 
 def _mean_value_summed_gradient(total: Tensor, count: int) -> Tensor:
-    """The value of total / count with the gradient of total: each restart and part has its own."""
+    """The value of total / count with the gradient of total: that of each restart and part."""
     share = total / count
     return share if count == 1 else share.detach() + (total - total.detach())
 

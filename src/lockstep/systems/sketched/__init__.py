@@ -2,27 +2,31 @@
 
     from lockstep.sketch import SKLinear, replace_layers, rsvd
 
-The names are loaded from their modules when they are first asked for: importing this package alone
-loads none of them.
+The names are loaded from their modules when they are first used: importing this package alone loads
+none of them.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from lockstep.config.lazy import lazy_names
 from lockstep.launching.systems import CommandGroup, System
 
 if TYPE_CHECKING:
     from lockstep.systems.sketched.attention import RandomFeatureAttention
     from lockstep.systems.sketched.conv import SKConv2d
-    from lockstep.systems.sketched.convert import replace_layers
     from lockstep.systems.sketched.decompositions import CQRRPT, RSVD, cqrrpt, rsvd
     from lockstep.systems.sketched.linear import SKLinear
     from lockstep.systems.sketched.products import SignKey, packed_signs, sign_matrix
-    from lockstep.systems.sketched.tuner import Candidate, Choice, apply, choose, measure
+    from lockstep.systems.sketched.tuner import (
+        Candidate,
+        Choice,
+        apply,
+        choose,
+        measure,
+        replace_layers,
+    )
 
 SYSTEM = System(
     "lockstep.systems.sketched.task:Sketched",
@@ -38,7 +42,6 @@ SYSTEM = System(
 __all__ = [
     "CQRRPT",
     "RSVD",
-    "SYSTEM",
     "Candidate",
     "Choice",
     "RandomFeatureAttention",
@@ -55,30 +58,5 @@ __all__ = [
     "sign_matrix",
 ]
 
-_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "attention": ("RandomFeatureAttention",),
-        "conv": ("SKConv2d",),
-        "convert": ("replace_layers",),
-        "decompositions": ("CQRRPT", "RSVD", "cqrrpt", "rsvd"),
-        "linear": ("SKLinear",),
-        "products": ("SignKey", "packed_signs", "sign_matrix"),
-        "tuner": ("Candidate", "Choice", "apply", "choose", "measure"),
-    }
-)
-"""The public names of each module, for `__getattr__`; the imports above are for type checkers."""
-
-_MODULES = MappingProxyType({name: module for module, names in _NAMES.items() for name in names})
-
-
-if not TYPE_CHECKING:  # for type checkers, a module with this function has every name
-
-    def __getattr__(name: str) -> Any:
-        """A public name, from its module (PEP 562)."""
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+if not TYPE_CHECKING:  # else type checkers would take any name for one of this package
+    __getattr__, __dir__ = lazy_names(__name__)

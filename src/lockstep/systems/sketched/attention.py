@@ -119,7 +119,7 @@ class RandomFeatureAttention(Sketched):
 
         Args:
             x: [N, heads, tokens, head_dim].
-            stabilised: dims over which the greatest exponent is taken out. A factor of a query, or
+            stabilised: dims over which the greatest exponent is subtracted. A factor of a query, or
                 of all keys of a sample, cancels in the attention.
         """
         projected: Tensor = x * self.head_dim**-0.25 @ self.projections.transpose(-1, -2)

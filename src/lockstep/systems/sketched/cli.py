@@ -53,7 +53,7 @@ def sketch(
     """Convert a trained run's dense layers to sketched ones, and say what it costs."""
     with ending_at_interrupt():
         from lockstep.systems.sketched import conversion
-    limits = conversion.Limits(low_rank, max_error, max_parameters)
-    plan = conversion.Wish(tuple(layers or ["*"]), limits, num_terms, method, seed)
-    for line in conversion.convert_run(run_dir, plan, split, checkpoint, output):
-        print(line)
+    options = conversion.Options(
+        tuple(layers or ["*"]), low_rank, max_error, max_parameters, num_terms, method, seed
+    )
+    print(*conversion.convert_run(run_dir, options, split, checkpoint, output), sep="\n")

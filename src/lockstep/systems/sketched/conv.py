@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
-from lockstep.systems.sketched.decompositions import Method, rsvd
+from lockstep.systems.sketched.decompositions import Method, check_dense, rsvd
 from lockstep.systems.sketched.module import Sketched, check_floats, check_positive, check_rank
 from lockstep.systems.sketched.products import SignKey, sign_matrix
 
@@ -110,7 +110,7 @@ class SKConv2d(Sketched):
         return 1 / (self.num_terms * math.sqrt(self.low_rank))
 
     def reset_parameters(self) -> None:
-        """Draw parameters anew, from the global generator."""
+        """Draw the parameters again, from the global generator."""
         fan_in = self.S[0].numel()
         bound = math.sqrt(self.num_terms / fan_in)
         nn.init.uniform_(self.S, -bound, bound)
@@ -167,19 +167,15 @@ class SKConv2d(Sketched):
                 f"groups={conv.groups}, padding_mode={conv.padding_mode!r}: only convolutions with "
                 "groups=1 that pad with zeros can be sketched"
             )
-        if method not in get_args(Method):
-            raise ConfigError(f"method={method!r}: must be one of {', '.join(get_args(Method))}")
-        if not bool(conv.weight.isfinite().all()):
-            raise ConfigError("the dense weight has values that are not finite")
-        height, width = conv.kernel_size
+        check_dense(conv.weight, method)
         padding = conv.padding
         made = cls(
             conv.in_channels,
             conv.out_channels,
-            (height, width),
-            _two(conv.stride),
-            padding if isinstance(padding, str) else _two(padding),  # type: ignore[arg-type]
-            _two(conv.dilation),
+            _pair(conv.kernel_size),
+            _pair(conv.stride),
+            padding if isinstance(padding, str) else _pair(padding),  # type: ignore[arg-type]
+            _pair(conv.dilation),
             num_terms,
             low_rank,
             conv.bias is not None,
@@ -192,7 +188,6 @@ class SKConv2d(Sketched):
         weight = conv.weight.detach().double().flatten(1)  # [out, fan_in]
         U = made.U.double()
         if method == "range-finder":
-            U.zero_()
             found = rsvd(weight, min(len(U), *weight.shape), seed=seed)
             U[: len(found.S)] = found.U.t() * math.sqrt(conv.out_channels)
             S = torch.zeros(len(U), weight.shape[1], dtype=torch.float64, device=U.device)
@@ -219,9 +214,5 @@ class SKConv2d(Sketched):
         )
 
 
-def _pair(size: Pair) -> tuple[int, int]:
+def _pair(size: int | tuple[int, ...]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[1])
-
-
-def _two(sizes: tuple[int, ...]) -> tuple[int, int]:
-    return (sizes[0], sizes[1])

@@ -13,28 +13,31 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from lockstep.comm.transport import LocalTransport
-from lockstep.config import TrainConfig, load
+from lockstep.config import TrainConfig
 from lockstep.config.files import replacing, replacing_binary
 from lockstep.data.random import kept_generators
 from lockstep.engine.assembly import evaluations
-from lockstep.engine.checkpoint.choice import find_snapshot
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.evaluation.batches import evaluated_splits
 from lockstep.engine.passes.compute import Compute
-from lockstep.engine.snapshot.fits import check_fits
-from lockstep.engine.snapshot.restore import load_model
-from lockstep.engine.snapshot.task_state import TaskState
-from lockstep.engine.step.model import build_model
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, DataError
+from lockstep.launching.front.api import load
 from lockstep.launching.rank.environment import detect
 from lockstep.launching.rank.process import num_threads
-from lockstep.launching.systems import Adopts, load_recipe, recipe_names
+from lockstep.launching.systems import recipe_names
 from lockstep.observe.figures import new_figure
 from lockstep.observe.figures import save as save_figure
-from lockstep.systems.sketched.convert import Dense, dense_layers
 from lockstep.systems.sketched.decompositions import Method
-from lockstep.systems.sketched.tuner import Candidate, Choice, apply, choose, measure
+from lockstep.systems.sketched.tuner import (
+    Candidate,
+    Choice,
+    Dense,
+    apply,
+    choose,
+    dense_layers,
+    measure,
+)
 
 _HEADER = ("layer", "weight", "k", "L", "error", "trained", "kept", "speed")
 
@@ -126,41 +129,30 @@ DEFAULT_ERROR = 0.1
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What decides on the size of sketches: one of these, or none for `DEFAULT_ERROR`.
-
-    Attributes:
-        low_rank: columns of a term's sketch, of every layer.
-        max_error: greatest relative error of a layer's output.
-        max_parameters: greatest number of parameters of the layers together.
-    """
-
-    low_rank: int | None = None
-    max_error: float | None = None
-    max_parameters: int | None = None
-
-
-@dataclass(frozen=True)
-class Wish:
-    """What is to be converted, and how.
+class Options:
+    """Which layers are converted, and how. At most one of the three limits is given.
 
     Attributes:
         patterns: names of layers, with `*` and `?`.
-        limits: what decides on the size.
+        low_rank: columns of a term's sketch, of every layer.
+        max_error: greatest relative error of a layer's output; `DEFAULT_ERROR` without a limit.
+        max_parameters: greatest number of parameters of the layers together.
         num_terms: number of terms.
         method: see `SKLinear.from_dense`.
         seed: seed of the signs.
     """
 
     patterns: tuple[str, ...]
-    limits: Limits
+    low_rank: int | None
+    max_error: float | None
+    max_parameters: int | None
     num_terms: int
     method: str
     seed: int
 
 
 def convert_run(
-    run_dir: Path, wish: Wish, split: str, which: str, output: Path | None
+    run_dir: Path, options: Options, split: str, which: str, output: Path | None
 ) -> list[str]:
     """Convert a run's model and write `sketch.json`, `sketch.png` and `model.safetensors`.
 
@@ -168,7 +160,7 @@ def convert_run(
 
     Args:
         run_dir: directory of a run of a recipe.
-        wish: what is to be converted.
+        options: what is to be converted.
         split: name of the split whose metrics are compared.
         which: checkpoint: `best`, `latest`, or a step's number.
         output: folder to write to; `sketch` in the run directory if it is None.
@@ -180,66 +172,59 @@ def convert_run(
         LockstepError: there is no such run, checkpoint, split or layer, a size does not fit, or
             something cannot be written.
     """
-    _check(wish)
+    _check(options)
     task, config, model = _trained(run_dir, which)
     if split not in ("train", *evaluated_splits(task)):
         raise ConfigError(
             f"--split {split}: must be one of train, {', '.join(evaluated_splits(task))}"
         )
     with kept_generators(), num_threads(config.threads, detect(os.environ)):
-        layers = dense_layers(model, wish.patterns)
+        layers = dense_layers(model, options.patterns)
         before = _metrics(task, config, model, split)
-        measured = _measured(layers, _inputs(task, config, model, layers), wish)
-        plan = _plan(measured, wish.limits)
-        apply(model, plan, _method(wish), wish.seed)
+        measured = _measured(layers, _inputs(task, config, model, layers), options)
+        plan = _plan(measured, options)
+        apply(model, plan, _method(options), options.seed)
         after = _metrics(task, config, model, split)
     folder = output or run_dir / "sketch"
-    report = _report(wish, plan, measured, layers, split, before, after)
+    report = _report(options, plan, measured, layers, split, before, after)
     return [*table(report), *_write(folder, report, model)]
 
 
-def _check(wish: Wish) -> None:
+def _check(options: Options) -> None:
     """Refuse options that contradict each other, before anything is loaded."""
-    given = {name: value for name, value in asdict(wish.limits).items() if value is not None}
+    given = [name for name, value in _limits(options).items() if value is not None]
     if len(given) > 1:
-        options = " and ".join("--" + name.replace("_", "-") for name in given)
-        raise ConfigError(f"{options}: give one of them only")
-    for option, value in (("--low-rank", wish.limits.low_rank), ("--num-terms", wish.num_terms)):
+        names = " and ".join("--" + name.replace("_", "-") for name in given)
+        raise ConfigError(f"{names}: give one of them only")
+    for option, value in (("--low-rank", options.low_rank), ("--num-terms", options.num_terms)):
         if value is not None and value < 1:
             raise ConfigError(f"{option} {value}: must be at least 1")
-    error = wish.limits.max_error
+    error = options.max_error
     if error is not None and not error >= 0:
         raise ConfigError(f"--max-error {error:g}: must not be negative")
-    _method(wish)
+    _method(options)
 
 
-def _method(wish: Wish) -> Method:
+def _limits(options: Options) -> dict[str, float | None]:
+    return {name: getattr(options, name) for name in ("low_rank", "max_error", "max_parameters")}
+
+
+def _method(options: Options) -> Method:
     for method in get_args(Method):
-        if method == wish.method:
+        if method == options.method:
             return method  # type: ignore[no-any-return]
-    raise ConfigError(f"--method {wish.method}: must be one of {', '.join(get_args(Method))}")
+    raise ConfigError(f"--method {options.method}: must be one of {', '.join(get_args(Method))}")
 
 
 def _trained(run_dir: Path, which: str) -> tuple[Task, TrainConfig, nn.Module]:
-    directory = RunDirectory(run_dir)
-    target = directory.identity().target
+    target = RunDirectory(run_dir).identity().target
     if target not in recipe_names():
         raise ConfigError(
             f"{run_dir}: is a run of {target or 'a script'}, and this command converts those of "
-            "recipes; in Python, lockstep.systems.sketched.replace_layers converts any model"
+            "recipes; in Python, lockstep.sketch.replace_layers converts any model"
         )
-    kind = load_recipe(target)
-    config = load(kind.Config, run_dir / "config.yaml")
-    task = kind(config)
-    snapshot = find_snapshot(directory.checkpoints, which)
-    with kept_generators():
-        model = build_model(task, config, torch.device("cpu"))
-    check_fits(snapshot, model, str(directory.checkpoints))
-    load_model(snapshot, model)
-    TaskState(task, task.hooks()).restore(snapshot.task, snapshot.meta.get("task", {}))
-    if isinstance(task, Adopts):
-        task.adopt(model)
-    return task, config, model.eval()
+    loaded = load(run_dir, which)
+    return loaded.task, loaded.config, loaded.model
 
 
 def _metrics(task: Task, config: TrainConfig, model: nn.Module, split: str) -> dict[str, float]:
@@ -278,12 +263,12 @@ def _inputs(
 
 
 def _measured(
-    layers: dict[str, Dense], inputs: dict[str, Tensor], wish: Wish
+    layers: dict[str, Dense], inputs: dict[str, Tensor], options: Options
 ) -> dict[str, list[Candidate]]:
-    measured = {}
+    measured, method, terms = {}, _method(options), (options.num_terms,)
     for name, layer in layers.items():
         weight = layer.weight.flatten(1)
-        most, rank = max(weight.shape), wish.limits.low_rank
+        most, rank = max(weight.shape), options.low_rank
         if rank is not None and rank > most:
             raise ConfigError(
                 f"layer {name}: --low-rank {rank}: larger than the layer; at most {most}"
@@ -292,23 +277,21 @@ def _measured(
         half = -(-min(weight.shape) // 2)
         powers = [1 << i for i in range(half.bit_length()) if 1 << i < half]
         ranks = [rank] if rank is not None else [*powers, half]
-        measured[name] = measure(
-            layer, inputs[name], ranks, (wish.num_terms,), _method(wish), wish.seed, name=name
-        )
+        measured[name] = measure(layer, inputs[name], ranks, terms, method, options.seed, name=name)
     return measured
 
 
-def _plan(measured: dict[str, list[Candidate]], limits: Limits) -> dict[str, Choice]:
-    if limits.low_rank is not None:
+def _plan(measured: dict[str, list[Candidate]], options: Options) -> dict[str, Choice]:
+    if options.low_rank is not None:
         return {name: Choice(ways[1], ways[0]) for name, ways in measured.items()}
-    if limits.max_parameters is not None:
-        return choose(measured, max_parameters=limits.max_parameters)
-    error = DEFAULT_ERROR if limits.max_error is None else limits.max_error
+    if options.max_parameters is not None:
+        return choose(measured, max_parameters=options.max_parameters)
+    error = DEFAULT_ERROR if options.max_error is None else options.max_error
     return choose(measured, max_error=error)
 
 
 def _report(
-    wish: Wish,
+    options: Options,
     plan: dict[str, Choice],
     measured: dict[str, list[Candidate]],
     layers: dict[str, Dense],
@@ -317,9 +300,9 @@ def _report(
     after: dict[str, float],
 ) -> dict[str, Any]:
     return {
-        "method": wish.method,
-        "seed": wish.seed,
-        "limits": asdict(wish.limits),
+        "method": options.method,
+        "seed": options.seed,
+        "limits": _limits(options),
         "layers": [
             {
                 "name": name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -51,9 +51,9 @@ def rsvd(
 ) -> RSVD:
     """Randomised SVD by a blocked range finder with re-orthogonalisation.
 
-    Halko, Martinsson and Tropp 2011 (arXiv:0909.4061); in blocks, with what earlier blocks have
-    found taken out, as in Martinsson and Voronin 2016 (arXiv:1503.07157). The test matrix is of
-    random signs that depend on the seed alone.
+    Halko, Martinsson and Tropp 2011 (arXiv:0909.4061); each block is orthogonalised against earlier
+    ones, as in Martinsson and Voronin 2016 (arXiv:1503.07157). The test matrix has random signs
+    that depend on the seed alone.
 
     Args:
         matrix: [m, n], float32 or float64.
@@ -88,7 +88,7 @@ def rsvd(
 
 
 def _range(matrix: Tensor, test: Tensor, known: Tensor, power_iterations: int) -> Tensor:
-    """An orthonormal basis of what the matrix makes of `test`, orthogonal to the known one."""
+    """An orthonormal basis of the range of `matrix @ test`, orthogonal to the known one."""
     found = _orthonormal(matrix @ test, known)
     for _ in range(power_iterations):
         found = torch.linalg.qr(matrix.t() @ found).Q
@@ -97,11 +97,11 @@ def _range(matrix: Tensor, test: Tensor, known: Tensor, power_iterations: int) -
 
 
 def _orthonormal(columns: Tensor, known: Tensor) -> Tensor:
-    """An orthonormal basis of the columns, without what lies in the known one.
+    """An orthonormal basis of the columns, orthogonal to the known one.
 
-    One pass leaves rounding errors of the size of what it took out, and twice is enough (Giraud,
-    Langou and Rozložník 2005) but for columns that lie in the known basis to the last bit. What a
-    second pass leaves of those are errors too, which the third takes apart.
+    One pass leaves rounding errors as large as what it subtracts. Two are enough (Giraud, Langou
+    and Rozložník 2005) unless a column lies in the known basis to the last bit: then the second
+    pass leaves rounding errors only, which the third makes orthogonal.
     """
     for _ in range(3):
         columns = torch.linalg.qr(columns - known @ (known.t() @ columns)).Q
@@ -154,7 +154,7 @@ def _sparse_sketch(matrix: Tensor, oversampling: float, nonzeros: int, seed: int
     for number in range(nonzeros):
         key = SignKey(seed, number, "cqrrpt")
         numbers = torch.arange(num_rows, device=matrix.device)
-        # Rows in a random order, distributed in turn: no bucket depends on the rows' own order.
+        # Rows are distributed in a random order, so that no bucket depends on their own order.
         order = hashed(key._replace(stream="order"), numbers, numbers * 0).argsort(stable=True)
         flips = sign_matrix(key, 1, range(num_rows), matrix.dtype, matrix.device)[0]
         signed = matrix[order] * flips[:, None]
@@ -164,7 +164,7 @@ def _sparse_sketch(matrix: Tensor, oversampling: float, nonzeros: int, seed: int
 
 
 def _pivoted(sketch: Tensor) -> tuple[Tensor, Tensor]:
-    """R and the pivots of the small sketch's QR; torch has none with pivoting."""
+    """R and the pivots of the QR of the small sketch; torch has no QR with pivoting."""
     try:
         from scipy.linalg import qr
     except ImportError as error:
@@ -181,6 +181,18 @@ Method = Literal["range-finder", "least-squares", "copy"]
 """How a sketched layer is made from a dense one."""
 
 
+def check_dense(weight: Tensor, method: Method) -> None:
+    """Check a dense layer's weight, and the method by which it is to be sketched.
+
+    Raises:
+        ConfigError: there is no such method, or the weight is not finite.
+    """
+    if method not in get_args(Method):
+        raise ConfigError(f"method={method!r}: must be one of {', '.join(get_args(Method))}")
+    if not bool(weight.isfinite().all()):
+        raise ConfigError("the dense weight has values that are not finite")
+
+
 def fit(weight: Tensor, parts: Fused, method: Method, unit: float, seed: int) -> dict[str, Tensor]:
     """Values for S1 and S2, and for U1 and U2 where the method makes them.
 
@@ -193,12 +205,7 @@ def fit(weight: Tensor, parts: Fused, method: Method, unit: float, seed: int) ->
 
     Returns:
         Tensors by name, float64.
-
-    Raises:
-        ConfigError: the weight is not finite.
     """
-    if not bool(weight.isfinite().all()):
-        raise ConfigError("the dense weight has values that are not finite")
     weight, rank = weight.double(), len(parts.S1)
     if method == "range-finder":
         return _from_range(weight, rank, parts.scale, seed)
@@ -215,10 +222,10 @@ def fit(weight: Tensor, parts: Fused, method: Method, unit: float, seed: int) ->
 
 
 def _from_range(weight: Tensor, rank: int, scale: float, seed: int) -> dict[str, Tensor]:
-    """The best weight of rank 2 r, nearly: every other singular triplet for each of the terms.
+    """Nearly the best weight of rank 2 r: singular triplets go to the two kinds of terms in turn.
 
-    So both S1 and S2 have as large numbers, and U has the norms that random signs have; a learning
-    rate that suits sketched layers suits this one. What exceeds the weight's rank is zero.
+    So S1 and S2 have numbers of the same size, and U has the norms of random signs: a learning rate
+    that suits sketched layers suits this one. Rows beyond the weight's rank are zero.
     """
     num_in, num_out = weight.shape
     found = rsvd(weight, min(2 * rank, num_in, num_out), seed=seed)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
-from lockstep.systems.sketched.decompositions import Method, fit
+from lockstep.systems.sketched.decompositions import Method, check_dense, fit
 from lockstep.systems.sketched.module import (
     Sketched,
     check_floats,
@@ -21,11 +21,11 @@ from lockstep.systems.sketched.products import (
     Fused,
     FusedProduct,
     SignKey,
-    from_sketch,
-    into_sketch,
+    expanded_rows,
     packed_signs,
     plain,
     sign_matrix,
+    sketched_rows,
     unpacked,
 )
 
@@ -53,8 +53,8 @@ class SKLinear(Sketched):
         S2: parameter, [r, out].
         bias: parameter, [out], or None.
         scale: the factor c, with the 1/√k of the signs in it.
-        in_range: input features that this module holds.
-        out_range: output features that this module holds.
+        in_range: input features of this module.
+        out_range: output features of this module.
     """
 
     U1: Tensor
@@ -98,7 +98,7 @@ class SKLinear(Sketched):
             sketch: what U is; see `Sketch`.
             packed: whether U is kept as bits and unpacked in each pass, a 32nd of the memory for
                 a few percent of the time. For `sketch="signs"` only.
-            in_range: input features to hold, for a shard of the layer; all by default.
+            in_range: input features of this module, for a shard of the layer; all by default.
             out_range: the same for output features.
             dtype: of the parameters.
             device: of the parameters.
@@ -152,7 +152,7 @@ class SKLinear(Sketched):
         return self._unit / (2 * self._terms)
 
     def reset_parameters(self) -> None:
-        """Draw parameters anew, from the global generator.
+        """Draw the parameters again, from the global generator.
 
         Entries of the dense weight that the terms stand for have the variance that those of
         `nn.Linear` have, 1 / (3 in).
@@ -168,17 +168,17 @@ class SKLinear(Sketched):
         """The layer's output.
 
         Args:
-            x: [..., in] of the input features that are held.
+            x: [..., in], the input features of this module.
 
         Returns:
-            [..., out] of the output features that are held. Where not all input features are held,
-            add `sketch` of all shards before `expand` instead.
+            [..., out], the output features of this module. Where these are not all input features,
+            add up `sketch` of all shards, and then call `expand`.
 
         Raises:
             TaskError: x is of integers.
         """
         check_floats("the input of SKLinear", x)
-        parts = self._parts(x)
+        parts = self._parts()
         rows = x.reshape(-1, x.shape[-1])
         # Autocast chooses dtypes for each operation, so it has to see them.
         if torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type):
@@ -188,22 +188,17 @@ class SKLinear(Sketched):
         return y.view(*x.shape[:-1], y.shape[-1])  # type: ignore[no-any-return]
 
     def sketch(self, x: Tensor) -> Tensor:
-        """The first product, x A: [..., in] to [..., 2 r]. Those of shards add up.
+        """The first product, x A: [..., in] to [..., 2 r]. The results of shards add up.
 
         Raises:
             TaskError: x is of integers.
         """
         check_floats("the input of SKLinear", x)
-        parts = self._parts(x)
-        rows = x.reshape(-1, x.shape[-1])
-        h_2 = into_sketch(rows, parts.U2, self.rank, parts.first_in)
-        return torch.cat([rows @ parts.S1.t(), h_2], 1).view(*x.shape[:-1], 2 * self.rank)
+        return sketched_rows(x, self._parts())
 
     def expand(self, h: Tensor) -> Tensor:
-        """The second product, b + c H B: [..., 2 r] to the output features held, [..., out]."""
-        h_1, h_2 = h.reshape(-1, 2 * self.rank).chunk(2, dim=1)
-        y = from_sketch(h_1, h_2, self._parts(h))
-        return y.view(*h.shape[:-1], y.shape[-1])
+        """The second product, b + c H B: [..., 2 r] to the output features, [..., out]."""
+        return expanded_rows(h, self._parts())
 
     def shard(self, in_range: range, out_range: range) -> SKLinear:
         """The part of the layer that has some of its features, with copies of the parameters.
@@ -211,22 +206,36 @@ class SKLinear(Sketched):
         `expand` of the sum of the `sketch` of all parts of the input gives the output's part.
 
         Args:
-            in_range: input features of the whole layer, of step 1, within those held here.
+            in_range: input features of the whole layer, of step 1, within those of this module.
             out_range: the same for output features.
 
         Raises:
-            ConfigError: a range is not within those held here.
+            ConfigError: a range is not within those of this module.
         """
-        for name, part, held in (
+        slices = []
+        for name, part, owned in (
             ("in_range", in_range, self.in_range),
             ("out_range", out_range, self.out_range),
         ):
-            if not (held.start <= part.start and part.stop <= held.stop):
-                raise ConfigError(f"{name}={part}: this layer holds {held}")
-        shard = self._like(in_range, out_range, self.sketch_kind)
-        rows = slice(in_range.start - self.in_range.start, in_range.stop - self.in_range.start)
-        columns = slice(
-            out_range.start - self.out_range.start, out_range.stop - self.out_range.start
+            if not (owned.start <= part.start and part.stop <= owned.stop):
+                raise ConfigError(f"{name}={part}: this layer has {owned}")
+            slices.append(slice(part.start - owned.start, part.stop - owned.start))
+        rows, columns = slices
+        seed, layer = self.key()
+        shard = SKLinear(
+            self.in_features,
+            self.out_features,
+            self.num_terms,
+            self.low_rank,
+            self.bias is not None,
+            seed=seed,
+            layer=layer,
+            sketch=self.sketch_kind,
+            packed=self.packed,
+            in_range=in_range,
+            out_range=out_range,
+            dtype=self.S1.dtype,
+            device=self.S1.device,
         )
         with torch.no_grad():
             shard.S1.copy_(self.S1[:, rows])
@@ -244,19 +253,22 @@ class SKLinear(Sketched):
             return {}
         made = {}
         for name, columns in (("U1", self.out_range), ("U2", self.in_range)):
-            key, like = SignKey(seed, layer, name), self.S1
+            key = SignKey(seed, layer, name)
             if self.packed:
-                made[name] = packed_signs(key, self.rank, columns, like.device)
+                made[name] = packed_signs(key, self.rank, columns, self.S1.device)
             else:
-                folded = self.sketch_kind == "fold"
-                num_rows = 1 if folded else self.rank
-                full = sign_matrix(key, num_rows, columns, like.dtype, like.device)
-                made[name] = full[0] if folded else full
+                made[name] = self.signs(key, columns, self.S1)
         return made
+
+    def signs(self, key: SignKey, columns: range, like: Tensor) -> Tensor:
+        """The signs ±1 of some features, of a dense or a folded sketch, by its key."""
+        if self.sketch_kind == "fold":
+            return sign_matrix(key, 1, columns, like.dtype, like.device)[0]
+        return sign_matrix(key, self.rank, columns, like.dtype, like.device)
 
     def weight(self) -> Tensor:
         """The dense weight that the layer stands for, [out, in] as in `nn.Linear`."""
-        parts = self._parts(self.S1)
+        parts = self._parts()
         eye = torch.eye(len(self.in_range), dtype=self.S1.dtype, device=self.S1.device)
         return plain(eye, parts._replace(bias=None)).t()
 
@@ -289,8 +301,7 @@ class SKLinear(Sketched):
             ConfigError: a size is not positive, `low_rank` is larger than the layer, or there is
                 no such method.
         """
-        if method not in get_args(Method):
-            raise ConfigError(f"method={method!r}: must be one of {', '.join(get_args(Method))}")
+        check_dense(linear.weight, method)
         made = cls(
             linear.in_features,
             linear.out_features,
@@ -303,7 +314,7 @@ class SKLinear(Sketched):
             dtype=linear.weight.dtype,
             device=linear.weight.device,
         )
-        parts = made._parts(linear.weight)
+        parts = made._parts()
         fitted = fit(linear.weight.detach().t(), parts, method, made._unit, seed)
         with torch.no_grad():
             for name, value in fitted.items():
@@ -330,28 +341,10 @@ class SKLinear(Sketched):
         """Size of an entry of U, of which the buffers hold the sign: it is exact in any dtype."""
         return 1.0 if self.sketch_kind == "fold" else 1 / math.sqrt(self.low_rank)
 
-    def _parts(self, x: Tensor) -> Fused:
+    def _parts(self) -> Fused:
         U1, U2 = self.U1, self.U2
         if self.packed:
             U1 = unpacked(U1, len(self.out_range), self.S2.dtype)
             U2 = unpacked(U2, len(self.in_range), self.S1.dtype)
         first = (self.in_range.start, self.out_range.start)
         return Fused(self.S1, self.S2, U1, U2, self.bias, self.scale, *first)
-
-    def _like(self, in_range: range, out_range: range, sketch: Sketch) -> SKLinear:
-        seed, layer = self.key()
-        return SKLinear(
-            self.in_features,
-            self.out_features,
-            self.num_terms,
-            self.low_rank,
-            self.bias is not None,
-            seed=seed,
-            layer=layer,
-            sketch=sketch,
-            packed=self.packed,
-            in_range=in_range,
-            out_range=out_range,
-            dtype=self.S1.dtype,
-            device=self.S1.device,
-        )

@@ -1,4 +1,4 @@
-"""What sketched layers have in common: tensors made from two integers, and what they refuse."""
+"""Base of sketched layers: tensors that are made from two integers, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -68,18 +68,18 @@ def part_of(name: str, part: range | None, size: int) -> range:
 class Sketched(nn.Module):
     """A module with tensors that are a function of seed and layer.
 
-    These tensors are buffers that its `state_dict` leaves out. The buffer `sketch_key`, int64
-    [seed, layer], is there instead; what is loaded with another key is made anew.
+    These tensors are buffers that are not part of its `state_dict`, which has the buffer
+    `sketch_key`, int64 [seed, layer], instead. If another key is loaded, they are made again.
     """
 
     sketch_key: Tensor
 
     def made(self, seed: int, layer: int) -> dict[str, Tensor]:
-        """The tensors by name, on the module's device; subclasses say how they are made."""
+        """The tensors by name, on the module's device; for subclasses to implement."""
         raise NotImplementedError
 
     def keep_key(self, seed: int | None, layer: int, device: torch.device | str | None) -> None:
-        """Register the key and what is made from it, once the parameters are there.
+        """Register the key and the tensors made from it; call it after the parameters are made.
 
         Args:
             seed: seed; None draws one from torch's global generator, as start values are.
@@ -101,8 +101,8 @@ class Sketched(nn.Module):
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
         for name, tensor in self.made(*self.key()).items():
-            kept = getattr(self, name)
-            if kept.is_meta:
+            buffer = getattr(self, name)
+            if buffer.is_meta:
                 setattr(self, name, tensor)
-            elif not torch.equal(kept, tensor):  # what is right already keeps its version
-                kept.copy_(tensor)
+            elif not torch.equal(buffer, tensor):  # writing equal values would change its version
+                buffer.copy_(tensor)

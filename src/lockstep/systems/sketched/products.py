@@ -1,7 +1,7 @@
 """The products of a sketched layer and their gradients, with signs that are pure functions.
 
-Nothing is drawn: each sign is a bit of an integer hash. So any part of a sign matrix can be made
-alone, on any device and in any order, and has the same bits as in the whole.
+Each sign is a bit of an integer hash, and none is drawn from a generator. So any part of a sign
+matrix can be made alone, on any device and in any order, with the same bits as in the whole.
 
 A sketch U is either dense, [r, n], or folded: signs [n], where feature i adds to entry i mod r of
 the sketch (CountSketch with the buckets in turn; Charikar, Chen and Farach-Colton 2002). A folded
@@ -29,7 +29,7 @@ _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 class SignKey(NamedTuple):
-    """What a matrix of signs depends on, beside row and column.
+    """The key of a matrix of signs, which depend on it, the row and the column.
 
     Attributes:
         seed: seed in 0 … 2⁶³ - 1.
@@ -181,7 +181,7 @@ def _signed(word: int) -> int:
 
 
 class Fused(NamedTuple):
-    """What the fused product of a layer consists of, beside its input.
+    """The operands of a layer's fused product, except its input.
 
     Attributes:
         S1: [r, in], trained.
@@ -190,7 +190,7 @@ class Fused(NamedTuple):
         U2: sketch of the input's features.
         bias: [out], or None.
         scale: factor of the product.
-        first_in: number of the first input feature that is held.
+        first_in: number of the first input feature.
         first_out: the same for the output.
     """
 
@@ -250,6 +250,20 @@ def from_sketch(h_1: Tensor, h_2: Tensor, parts: Fused) -> Tensor:
         y = out_of_sketch(h_1 * scale, parts.U1, parts.first_out)
         y = y if parts.bias is None else y + parts.bias
     return torch.addmm(y, h_2, parts.S2, alpha=scale)
+
+
+def sketched_rows(x: Tensor, parts: Fused) -> Tensor:
+    """The first product, x A: [..., in] to [..., 2 r]."""
+    rows = x.reshape(-1, x.shape[-1])
+    h_2 = into_sketch(rows, parts.U2, len(parts.S1), parts.first_in)
+    return torch.cat([rows @ parts.S1.t(), h_2], 1).view(*x.shape[:-1], 2 * len(parts.S1))
+
+
+def expanded_rows(h: Tensor, parts: Fused) -> Tensor:
+    """The second product, b + c h B: [..., 2 r] to [..., out]."""
+    h_1, h_2 = h.reshape(-1, h.shape[-1]).chunk(2, dim=1)
+    y = from_sketch(h_1, h_2, parts)
+    return y.view(*h.shape[:-1], y.shape[-1])
 
 
 class FusedProduct(torch.autograd.Function):

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lockstep.nn.sharded.layers import ShardedModule
@@ -19,7 +18,7 @@ from lockstep.nn.sharded.regions import Region
 from lockstep.nn.sharded.sharded_tensor import ShardedTensor
 from lockstep.parallel.layout import Range, split
 from lockstep.systems.sketched.linear import SKLinear
-from lockstep.systems.sketched.products import Fused, SignKey, from_sketch, into_sketch, sign_matrix
+from lockstep.systems.sketched.products import Fused, SignKey, expanded_rows, sketched_rows
 
 
 class SketchedColumn(ShardedModule, SKLinear):  # type: ignore[misc]
@@ -50,26 +49,19 @@ class SketchedColumn(ShardedModule, SKLinear):  # type: ignore[misc]
 
     def _expanded(self, region: Region, x: Any) -> list[Tensor]:
         """The output features of each shard of this rank."""
+        sketch, parts = self._sketch(region, x)
+        spread = region.spread(sketch)
+        return [expanded_rows(h, fused) for h, fused in zip(spread, parts, strict=True)]
+
+    def _sketch(self, region: Region, x: Any) -> tuple[Tensor, list[Fused]]:
+        """The sum of all shards' sketches, and the operands of each shard of this rank."""
         parts = [self._fused(shard) for shard in region.shards]
         if isinstance(x, ShardedTensor):
             inputs = x.parts
         else:
             inputs = region.slice(x, [len(r) for r in self._ranges(self.in_features)])
-        sketch = region.gather(
-            [self._sketch_of(x, fused) for x, fused in zip(inputs, parts, strict=True)]
-        )
-        spread = region.spread(sketch)
-        return [self._expand_of(h, fused) for h, fused in zip(spread, parts, strict=True)]
-
-    def _sketch_of(self, x: Tensor, fused: Fused) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        h_2 = into_sketch(rows, fused.U2, self.rank, fused.first_in)
-        return torch.cat([rows @ fused.S1.t(), h_2], 1).view(*x.shape[:-1], 2 * self.rank)
-
-    def _expand_of(self, h: Tensor, fused: Fused) -> Tensor:
-        h_1, h_2 = h.reshape(-1, 2 * self.rank).chunk(2, dim=1)
-        y = from_sketch(h_1, h_2, fused)
-        return y.view(*h.shape[:-1], y.shape[-1])
+        sketches = [sketched_rows(x, fused) for x, fused in zip(inputs, parts, strict=True)]
+        return region.gather(sketches), parts
 
     def _fused(self, shard: int) -> Fused:
         own_in = self._ranges(self.in_features)[shard]
@@ -107,12 +99,7 @@ class SketchedColumn(ShardedModule, SKLinear):  # type: ignore[misc]
             whole: Tensor = getattr(self, name)
             return whole[:, features.first : features.last].contiguous()
         like: Tensor = self._parameters["S1_0"]  # type: ignore[assignment]
-        seed, layer = self.key()
-        is_fold = self.sketch_kind == "fold"
-        num_rows = 1 if is_fold else self.rank
-        key, columns = SignKey(seed, layer, name), range(*features)
-        full = sign_matrix(key, num_rows, columns, like.dtype, like.device)
-        return full[0] if is_fold else full
+        return self.signs(SignKey(*self.key(), name), range(*features), like)
 
 
 class SketchedRow(SketchedColumn):
@@ -125,16 +112,9 @@ class SketchedRow(SketchedColumn):
         """[..., in], whole or cut into shards, to [..., out]."""
         if self.region is None:
             return super().forward(x)
-        parts = [self._fused(shard) for shard in self.region.shards]
-        if isinstance(x, ShardedTensor):
-            inputs = x.parts
-        else:
-            inputs = self.region.slice(x, [len(r) for r in self._ranges(self.in_features)])
-        sketch = self.region.gather(
-            [self._sketch_of(x, fused) for x, fused in zip(inputs, parts, strict=True)]
-        )
+        sketch, parts = self._sketch(self.region, x)
         # Every rank expands the whole sketch: the output belongs to no shard.
-        return self._expand_of(sketch, parts[0])
+        return expanded_rows(sketch, parts[0])
 
     def _own_out(self, shard: int) -> Range:
         return Range(0, self.out_features)

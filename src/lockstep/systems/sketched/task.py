@@ -104,7 +104,7 @@ class ExactAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, tokens, width] to the same."""
-        # Query, key and value of one head lie side by side, so a shard of `qkv` has whole heads.
+        # Query, key and value of one head are adjacent, so that a shard of `qkv` has whole heads.
         split = self.qkv(x).unflatten(-1, (-1, 3, self.head_width))
         q, k, v = split.permute(3, 0, 2, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v)
@@ -149,7 +149,7 @@ class Block(nn.Module):
 
 
 class Start(nn.Module):
-    """Images [N, 1, S, S] to vectors [N, tokens, width] of their parts and places."""
+    """Images [N, 1, S, S] to vectors [N, tokens, width] of their parts and positions."""
 
     def __init__(self, config: SketchedConfig, layers: Layers) -> None:
         """Make the block; its layer gets the next number of `layers`."""
@@ -213,8 +213,8 @@ def transformer(config: SketchedConfig, classes: int) -> Pipeline:
 def _plan_of(chain: Sequence[tuple[str, nn.Module]]) -> dict[str, str]:
     """How layers that follow each other are cut into shards (`lockstep.nn.shard`).
 
-    Dense layers in turn cut features and sum them again; sketched ones keep them cut. The output of
-    the last one is whole.
+    Dense layers alternate between cutting features and summing them; sketched ones keep them cut.
+    The output of the last one is whole.
 
     Args:
         chain: layers by name, in order.

@@ -1,4 +1,4 @@
-"""The emulator for other programs, and what an exported one predicts on files."""
+"""Exports the emulator for other programs, and writes its predictions on files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import DataError
-from lockstep.systems.ufs.fields.bands import ranges
 from lockstep.systems.ufs.fields.grids import filled
 from lockstep.systems.ufs.fields.rows import Rows
 from lockstep.systems.ufs.fields.scenes import Moment
@@ -31,7 +30,7 @@ from lockstep.systems.ufs.fields.variables import (
     spellings,
 )
 from lockstep.systems.ufs.model import SeaIceNet
-from lockstep.systems.ufs.netcdf.file import netcdf4
+from lockstep.systems.ufs.netcdf.file import new_netcdf
 
 TORCHSCRIPT = "emulator.ts"
 EXPORTED = "emulator.pt2"
@@ -39,14 +38,16 @@ METADATA = "metadata.json"
 CPP = "cpp"
 
 SURFACE = 0
-"""The number that stands for the surface among levels."""
+"""The number of the surface among levels."""
 
 LOWEST = -1
-"""The number that stands for the lowest level in height, whatever its own number."""
+"""The number that stands for the lowest level in height."""
 
 _UPPER_AIR = ("tair", "uatm", "vatm", "qref")
 _TOLERANCE = 1e-6
 _TRIAL_ROWS = 64
+_MISSING = np.float32(9.969209968386869e36)
+_ROWS_AT_A_TIME = 50_000
 
 
 class Emulator(nn.Module):
@@ -65,12 +66,12 @@ class Emulator(nn.Module):
         units: for each input, the units from which it can be converted.
         spellings: for each of `units`, the spellings that a `units` attribute may have, separated
             by `|`.
-        factors: for each of `units`, the number to multiply a value with, before:
-        shifts: the number to add to it, to have it in `input_units`.
-        signs: what signs of `units` attributes mean, see `units.SIGNS`.
+        factors: for each of `units`, the factor that converts a value to `input_units`, before:
+        shifts: the number that is then added.
+        signs: meaning of signs in `units` attributes, see `SIGNS`.
         low: least plausible value of each input, in `input_units`.
         high: greatest plausible value of each input, in `input_units`.
-        slack: how far outside of these values are clipped, in `input_units`.
+        slack: distance from these limits within which values are clipped, in `input_units`.
         levels: for each input, the number of its model level, or `SURFACE` or `LOWEST`.
         metadata: JSON text with names, units, levels and versions.
     """
@@ -79,14 +80,11 @@ class Emulator(nn.Module):
         """Wrap a network, with metadata from `describe`."""
         super().__init__()
         self.net = net
-        self.input_names = list(metadata["input_names"])
-        self.output_names = list(metadata["output_names"])
-        self.inputs = list(metadata["inputs"])
-        self.outputs = list(metadata["outputs"])
-        self.levels = list(metadata["levels"])
-        self.input_units = list(metadata["input_units"])
-        self.output_units = list(metadata["output_units"])
-        self.cf_units = list(metadata["cf_units"])
+        for key in (
+            "input_names", "output_names", "inputs", "outputs", "levels", "input_units",
+            "output_units", "cf_units",
+        ):  # fmt: skip
+            setattr(self, key, list(metadata[key]))
         variables = [VARIABLES[name] for name in net.inputs]
         self.cice_names = [v.cice_name for v in variables]
         self.masks = [list(names) for names in OCEAN_MASKS]
@@ -109,7 +107,7 @@ class Emulator(nn.Module):
 def export_net(
     net: SeaIceNet, level: int | None, about: Mapping[str, Any], folder: Path
 ) -> list[Path]:
-    """Write a network in all forms; each is read back and compared.
+    """Write a network in all forms; each is loaded again and compared.
 
     Args:
         net: trained network on the CPU.
@@ -122,7 +120,7 @@ def export_net(
         The paths that were written.
 
     Raises:
-        DataError: the folder cannot be written, or what was read back predicts something else.
+        DataError: the folder cannot be written, or a loaded form predicts other values.
     """
     net = net.eval().requires_grad_(False)
     metadata = {**describe(net, level), **about}
@@ -193,27 +191,22 @@ def _trial(net: SeaIceNet) -> Tensor:
 
 
 def _write(path: Path, write: Callable[[Path], object]) -> None:
-    """Have a file written under another name, then give it its own."""
-    temporary = path.with_name(f".{secrets.token_hex(8)}.{path.name}")  # torch goes by the suffix
+    """Write a file under a temporary name, then rename it."""
+    # The suffix stays: torch.export.save checks it.
+    temporary = path.with_name(f".{secrets.token_hex(8)}.{path.name}")
     try:
         write(temporary)
         temporary.replace(path)
     finally:
-        with suppress(FileNotFoundError):
-            temporary.unlink()
+        temporary.unlink(missing_ok=True)
 
 
 @contextmanager
 def _without_jit_warnings() -> Iterator[None]:
-    """TorchScript is on its way out, but it is what LibTorch programs of today read."""
+    """TorchScript is deprecated, but LibTorch programs need it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         yield
-
-
-_CHECK_TOLERANCE = 1e-6
-_MISSING = np.float32(9.969209968386869e36)
-_ROWS_AT_A_TIME = 50_000
 
 
 def write_predictions(
@@ -229,25 +222,24 @@ def write_predictions(
     Args:
         path: path of the NetCDF file to write.
         net: network on the CPU, to compare with.
-        exported: what was read back: a function from inputs [N, in] to outputs [N, out].
+        exported: the loaded export, a function from inputs [N, in] to outputs [N, out].
         rows: N rows with inputs, then outputs.
-        sources: scenes that rows are of, by their number.
+        sources: scenes of the rows, by their number.
         moments: time of each scene.
 
     Raises:
-        DataError: the file cannot be written, or the exported form predicts something else here.
+        DataError: the file cannot be written, or the exported form predicts other values.
     """
     cut = len(net.inputs)
     parts = torch.split(torch.from_numpy(rows.values[:, :cut].copy()), _ROWS_AT_A_TIME)
     with torch.no_grad():
         predicted = torch.cat([exported(part) for part in parts])
         wanted = torch.cat([net.predict(part) for part in parts])
-    if not torch.allclose(predicted, wanted, rtol=_CHECK_TOLERANCE, atol=_CHECK_TOLERANCE):
+    if not torch.allclose(predicted, wanted, rtol=_TOLERANCE, atol=_TOLERANCE):
         gap = float((predicted - wanted).abs().max())
         raise DataError(f"{path}: the exported form predicts otherwise, by up to {gap:.3g}")
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with closing(netcdf4().Dataset(temporary, "w")) as data:
+        with new_netcdf(path) as data:
             times = np.unique(rows.time)
             shape = _grid(data, sources[0], [moments[time].text for time in times])
             for column, name in enumerate(net.outputs):
@@ -261,27 +253,24 @@ def write_predictions(
                         field = np.full(shape[0] * shape[1], _MISSING)
                         field[rows.cell[here]] = values[here]
                         made[number] = field.reshape(shape)
-        temporary.replace(path)
-    except (OSError, RuntimeError) as error:  # the library's own are RuntimeErrors
-        raise DataError(f"{path}: cannot be written: {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written: {error.__cause__ or error}") from error
 
 
 def _grid(data: Any, source: Source, times: Sequence[str]) -> tuple[int, int]:
-    """Make dims, places and times; the shape of the grid."""
+    """Create dims, coordinates and times; returns the shape of the grid."""
     with closing(source.open()) as scene:
         for name, size in zip(("time", "row", "column"), (len(times), *scene.shape), strict=True):
             data.createDimension(name, size)
         data.createVariable("time", str, ("time",))[:] = np.array(times, object)
-        places = [
+        axes = [
             data.createVariable(name, "f8", ("row", "column"), fill_value=np.nan)
             for name in ("latitude", "longitude")
         ]
-        for made, unit in zip(places, ("degrees_north", "degrees_east"), strict=True):
+        for made, unit in zip(axes, ("degrees_north", "degrees_east"), strict=True):
             made.units = unit
-        for rows in ranges(scene):
-            for made, axis in zip(places, scene.coordinates(rows), strict=True):
+        for rows in scene.bands():
+            for made, axis in zip(axes, scene.coordinates(rows), strict=True):
                 made[rows] = filled(axis)
         return scene.shape
 

@@ -99,7 +99,7 @@ class SeaIceNet(nn.Module):
 
 
 def _squashing(
-    mean: Array, deviation: Array, bounds: Sequence[tuple[float, float] | None]
+    mean: Array, deviation: Array, bounds: Sequence[Sequence[float] | None]
 ) -> tuple[Array, Array, Array]:
     """Shift and gain [2, out] of three linear maps about the logistic function.
 

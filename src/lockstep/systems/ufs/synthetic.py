@@ -3,17 +3,15 @@
 Ice forms where the sea is colder than an edge temperature, which falls with salinity as the
 freezing point does: aice = s(-(sst - edge(sss)) / WIDTH), s the logistic function.
 
-Everything is a pure function of (grid, time, seed). What the law (`truth.py`) does not know of has
-noise of its own, so that the law's derivatives can be learned from the fields.
+Everything is a pure function of (grid, time, seed). Variables that the law does not depend on have
+noise of their own, so that the law's derivatives can be learned from the fields.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,9 +26,10 @@ from lockstep.systems.ufs.fields.variables import (
     VARIABLES,
     Variable,
 )
-from lockstep.systems.ufs.netcdf.file import netcdf4
+from lockstep.systems.ufs.netcdf.file import new_netcdf
 
-Array = npt.NDArray[np.floating[Any]]
+Floats = npt.NDArray[np.floating[Any]]
+Fields = dict[str, npt.NDArray[np.float32]]
 
 WIDTH = 0.25
 """Width of the transition from open water to ice, in °C."""
@@ -45,16 +44,31 @@ SALT_SLOPE = -0.0543
 """Change of the edge temperature with salinity, in °C/psu: that of the freezing point."""
 
 
-def concentration(sst: Array, sss: Array) -> Array:
+MISSING = np.float32(-3.33477e38)
+"""The number in CF files that stands for a missing value."""
+
+NUM_LEVELS = 3
+"""Levels of the atmosphere in synthetic CF files; the last is the lowest."""
+
+_STEFAN_BOLTZMANN = 5.670374e-8
+_PRESSURE_HPA = 1013.25
+_NUM_WAVES = 16
+_EMBEDDED_GRID = (90, 180)
+_EMBEDDED_TIMES = 4
+_HOURS_BETWEEN = 24
+_TIME_UNIT = "hours since 2025-01-01 00:00:00"
+
+
+def concentration(sst: Floats, sss: Floats) -> Floats:
     """Aice in [0, 1] from temperature in °C and salinity in psu, of any shape."""
     edge = EDGE + SALT_SLOPE * (sss - SALINITY)
     # As tanh, which does not overflow.
-    half: Array = 0.5 - 0.5 * np.tanh((sst - edge) / (2 * WIDTH))
+    half: Floats = 0.5 - 0.5 * np.tanh((sst - edge) / (2 * WIDTH))
     return half
 
 
 def true_jacobian(
-    sst: Array, sss: Array, inputs: tuple[str, ...] = DEFAULT_INPUTS
+    sst: Floats, sss: Floats, inputs: tuple[str, ...] = DEFAULT_INPUTS
 ) -> npt.NDArray[np.float64]:
     """∂aice/∂input of the law, in physical units.
 
@@ -74,14 +88,6 @@ def true_jacobian(
     if "sss" in inputs:
         jacobian[:, inputs.index("sss")] = -slope * SALT_SLOPE
     return jacobian
-
-
-Fields = dict[str, npt.NDArray[np.float32]]
-Floats = npt.NDArray[np.floating[Any]]
-
-_STEFAN_BOLTZMANN = 5.670374e-8
-_PRESSURE_HPA = 1013.25
-_NUM_WAVES = 16
 
 
 def grid(num_latitudes: int, num_longitudes: int) -> tuple[Floats, Floats]:
@@ -141,7 +147,7 @@ def fields(latitude: Floats, longitude: Floats, time: int, seed: int) -> Fields:
     sst = 28 * cosine**2 - 2 + 1.2 * smooth("sst") + 0.1 * rough("sst")
     by_name["sst"] = np.maximum(sst, -1.8)
     by_name["sss"] = 34 + 0.8 * np.clip(0.5 * smooth("sss") + 0.5 * rough("sss"), -1, 1)
-    # Of what the file holds, to the last bit: the law is about float32 values.
+    # The law must hold for the float32 values of the file, to the last bit.
     stored = {name: by_name[name].astype(np.float32).astype(np.float64) for name in ("sst", "sss")}
     aice = concentration(stored["sst"], stored["sss"])
     by_name["aice"] = aice
@@ -190,16 +196,28 @@ def _generator(seed: int, name: str, number: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
 
 
-MISSING = np.float32(-3.33477e38)
-"""The number in CF files that stands for a missing value."""
+class Snapshot(NamedTuple):
+    """The fields of one time.
 
-NUM_LEVELS = 3
-"""Levels of the atmosphere in synthetic CF files; the last is the lowest."""
+    Attributes:
+        latitude: latitudes in degrees, [num_latitudes].
+        longitude: longitudes in degrees, [num_longitudes].
+        on_land: mask of land, [num_latitudes, num_longitudes].
+        by_name: fields by short name, see `fields`.
+        time: number of the time, from 0.
+    """
 
-_EMBEDDED_GRID = (90, 180)
-_EMBEDDED_TIMES = 4
-_HOURS_BETWEEN = 24
-_TIME_UNIT = "hours since 2025-01-01 00:00:00"
+    latitude: Floats
+    longitude: Floats
+    on_land: npt.NDArray[np.bool_]
+    by_name: Fields
+    time: int
+
+
+def snapshot(num_latitudes: int, num_longitudes: int, time: int, seed: int) -> Snapshot:
+    """The fields of one time, see `write_synthetic`."""
+    axes = grid(num_latitudes, num_longitudes)
+    return Snapshot(*axes, land(*axes, seed), fields(*axes, time, seed), time)
 
 
 def write_synthetic(
@@ -232,25 +250,23 @@ def write_synthetic(
             raise DataError(f"number of {name} {value}: must be at least 1")
     if seed < 0:
         raise DataError(f"seed {seed}: must be at least 0")
-    latitude, longitude = grid(num_latitudes, num_longitudes)
-    on_land = land(latitude, longitude, seed)
     written = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for time in range(num_times):
-            by_name = fields(latitude, longitude, time, seed)
+            content = snapshot(num_latitudes, num_longitudes, time, seed)
             written.append(folder / f"iceh.{time:03}.nc")
-            _history(written[-1], latitude, longitude, on_land, by_name, time)
+            _history(written[-1], content)
             for kind, stem in (("atmosphere", "atm"), ("ocean", "ocn")):
                 written.append(folder / f"{stem}.{time:03}.nc")
-                _cf_file(written[-1], kind, latitude, longitude, on_land, by_name, time)
+                _cf_file(written[-1], kind, content)
     except OSError as error:
         raise DataError(f"{folder}: cannot be written: {error.strerror or error}") from error
     return written
 
 
 def embedded_files(cache: Path) -> list[Path]:
-    """The history files of the default data, below a folder; written if they are not there.
+    """The history files of the default data, below a folder; missing ones are written.
 
     Raises:
         DataError: the folder cannot be written.
@@ -273,21 +289,12 @@ def write_history(
         OSError: it cannot be written.
         ConfigError: the netCDF4 package is not installed.
     """
-    latitude, longitude = grid(num_latitudes, num_longitudes)
-    by_name = fields(latitude, longitude, time, seed)
-    _history(path, latitude, longitude, land(latitude, longitude, seed), by_name, time)
+    _history(path, snapshot(num_latitudes, num_longitudes, time, seed))
 
 
-def _history(
-    path: Path,
-    latitude: npt.NDArray[Any],
-    longitude: npt.NDArray[Any],
-    on_land: npt.NDArray[np.bool_],
-    by_name: Fields,
-    time: int,
-) -> None:
-    """A CICE history file of one time."""
-    with _new(path) as data:
+def _history(path: Path, content: Snapshot) -> None:
+    latitude, longitude, on_land, by_name, time = content
+    with new_netcdf(path) as data:
         for name, size in (("time", None), ("nj", len(latitude)), ("ni", len(longitude))):
             data.createDimension(name, size)
         _time(data, time, ("time",))
@@ -307,18 +314,11 @@ def _history(
             )  # fmt: skip
 
 
-def _cf_file(
-    path: Path,
-    kind: str,
-    latitude: npt.NDArray[Any],
-    longitude: npt.NDArray[Any],
-    on_land: npt.NDArray[np.bool_],
-    by_name: Fields,
-    time: int,
-) -> None:
-    """The atmosphere's or the ocean's file of a CF pair."""
+def _cf_file(path: Path, kind: str, content: Snapshot) -> None:
+    """Write the atmosphere's or the ocean's file of a CF pair."""
+    latitude, longitude, on_land, by_name, time = content
     upper = NUM_LEVELS if kind == "atmosphere" else 1
-    with _new(path) as data:
+    with new_netcdf(path) as data:
         data.Conventions = "CF-1"
         sizes = {"latitude": len(latitude), "longitude": len(longitude), "levels": upper}
         for name, size in {**sizes, "dummy_surface_levels": 1}.items():
@@ -351,7 +351,7 @@ def _put_field(
     field = stored[..., None]
     if kind == "atmosphere" and variable.name != "tsfc":
         last = "levels"
-        # Aloft, the same field thinned out: only the lowest level is what the law is about.
+        # Higher levels have a weaker field, since the law is about the lowest level only.
         field = np.stack([stored * (0.5 + 0.5 * k / NUM_LEVELS) for k in range(NUM_LEVELS)], -1)
         field[..., -1] = stored
     attributes = {"units": unit, "missing_value": MISSING}
@@ -375,22 +375,3 @@ def _time(data: Any, time: int, dims: tuple[str, ...]) -> None:
     made = data.createVariable("time", np.float64, dims)
     made.units = _TIME_UNIT
     made[...] = np.full((1,) * len(dims), float(time * _HOURS_BETWEEN))
-
-
-@contextmanager
-def _new(path: Path) -> Iterator[Any]:
-    """A NetCDF file that takes its name once it is whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        data = netcdf4().Dataset(temporary, "w", format="NETCDF4")
-        try:
-            yield data
-        finally:
-            data.close()
-        temporary.replace(path)
-    except BaseException as error:
-        with suppress(OSError):
-            temporary.unlink()
-        if isinstance(error, RuntimeError):  # what the library makes of a full disk
-            raise OSError(f"{path}: {error}") from error
-        raise

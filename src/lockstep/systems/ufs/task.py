@@ -1,12 +1,12 @@
-"""The sea-ice emulator as a task: what is trained, on which rows, and what is measured."""
+"""The sea-ice emulator as a task: its rows, model, loss, metrics, report and export."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,13 +34,12 @@ from lockstep.systems.ufs.fields.rows import (
     first_spread,
     gather,
     joined,
-    moments_of,
     num_rows,
     scale_of,
     split,
 )
 from lockstep.systems.ufs.fields.scenes import Moment, are_dated, in_time
-from lockstep.systems.ufs.fields.sources import Source, find_sources
+from lockstep.systems.ufs.fields.sources import Source, find_sources, moments_of
 from lockstep.systems.ufs.fields.variables import VARIABLES
 from lockstep.systems.ufs.model import SeaIceNet
 from lockstep.systems.ufs.report.report import Ground, Report
@@ -48,19 +47,21 @@ from lockstep.systems.ufs.report.scores import describe, normalised
 from lockstep.systems.ufs.report.skill import Period, climatology, persistence
 from lockstep.systems.ufs.synthetic import embedded_files
 
-_LOSSES: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
-    {"mse": F.mse_loss, "mae": F.l1_loss, "huber": F.huber_loss}
-)
+_LOSSES: Mapping[str, Callable[..., Tensor]] = {
+    "mse": F.mse_loss,
+    "mae": F.l1_loss,
+    "huber": F.huber_loss,
+}
 
 
 class _Data(NamedTuple):
-    """What is known of the rows.
+    """The rows, and facts about them.
 
     Attributes:
         splits: the rows of each split.
-        digest: SHA-256 of all.
-        num_chosen: number of rows that there are, of which `max_patterns` are kept.
-        clipped: how many values of which variables were clipped.
+        digest: SHA-256 of all rows.
+        num_chosen: number of chosen rows, of which at most `max_patterns` are kept.
+        clipped: number of clipped values by variable.
     """
 
     splits: dict[str, Rows]
@@ -95,7 +96,7 @@ class Ufs(Task):
 
         Raises:
             ConfigError: the netCDF4 package is not installed.
-            DataError: a file is not what it should be, or no row is left.
+            DataError: a file is invalid, or no row is left.
         """
         if split not in self.rows_by_split:
             return None
@@ -125,7 +126,7 @@ class Ufs(Task):
             metrics[f"mae_{name}"] = error.abs().sum(), len(error)
             metrics[f"bias_{name}"] = error.sum(), len(error)
         if len(batch) > 2 and self.config.jacobian_samples:
-            # All tracked rows are in the first batch: the others count for nothing.
+            # All tracked rows are in the first batch; the others have no weight.
             tracked = bool(batch[2].any())
             figures = describe(normalised(model, x[batch[2]] if tracked else x[:1]))
             metrics |= {name: (value * tracked, int(tracked)) for name, value in figures.items()}
@@ -135,22 +136,20 @@ class Ufs(Task):
         """Scores by region, sensitivities, maps and the training history of a trained model."""
         assert isinstance(model, SeaIceNet)
         rows = self.rows_by_split[split]
-        scene = self._sources[rows.time[0]].open()
-        land, areas, when = scene.land(), scene.areas(), scene.moment.shown
-        scene.close()
+        months = np.array([moment.month or 0 for moment in self._moments])
+        with closing(self._sources[rows.time[0]].open()) as scene:
+            ground = Ground(scene.moment.shown, scene.land(), scene.areas(), months)
         period = Period(self._sources, self._moments)
-        months = np.array([moment.month or 0 for moment in period.moments])
         names = model.outputs
         baselines = {
             "persistence": persistence(rows, names, period),
             "climatology": climatology(rows, names, period, self._training_period(run_dir)),
         }
-        ground = Ground(when, land, areas, months)
         report = Report(model.cpu(), self.rows_by_split, split, ground, baselines)
         return report.write(folder, run_dir, self.is_synthetic)
 
     def _training_period(self, run_dir: Path) -> Period | str:
-        """The scenes that a run was trained on, or why they cannot be had."""
+        """The scenes that a run was trained on, or why they are not available."""
         try:
             trained = type(self)(load(type(self).Config, run_dir / "config.yaml"))
             if trained.data_digest() != _rows_digest(run_dir):
@@ -172,7 +171,7 @@ class Ufs(Task):
         return [f"wrote {path}" for path in export_net(net, config.level, about, folder)]
 
     def apply(self, model: nn.Module, folder: Path) -> list[str]:
-        """What the TorchScript in a folder predicts for all rows, and what is true, as NetCDF."""
+        """Write predictions of a folder's TorchScript for all rows, and the truth, as NetCDF."""
         assert isinstance(model, SeaIceNet)
         rows = joined([*self.rows_by_split.values()])
         path = folder / "predicted.nc"
@@ -183,15 +182,15 @@ class Ufs(Task):
 
     @property
     def rows_by_split(self) -> dict[str, Rows]:
-        """The rows of each split there is; those whose Jacobians are tracked come first."""
+        """The rows of each split; those whose Jacobians are tracked come first."""
         return self._data.splits
 
     def data_digest(self) -> str:
-        """SHA-256 of all rows, however they are split."""
+        """SHA-256 of all rows, whatever the split."""
         return self._data.digest
 
     def data_remarks(self) -> list[str]:
-        """Values that were a little out of range, cells that are left out, times in no order."""
+        """Remarks about clipped values, cells that are left out, and times without an order."""
         data = self._data
         remarks = [
             f"{count:,} values of {name} were up to {VARIABLES[name].slack:g} "
@@ -211,10 +210,10 @@ class Ufs(Task):
         return remarks
 
     def adopt(self, model: nn.Module) -> None:
-        """Normalise with the statistics of a trained model, whatever those of the rows are."""
+        """Normalise with the statistics of a trained model, rather than those of the rows."""
         assert isinstance(model, SeaIceNet)
-        # The model has its statistics in float32. For the rows it was trained on, the exact ones
-        # are known: with them the rows are those of the training to the last bit.
+        # The model's statistics are float32. If they are those of these rows, the exact ones stay,
+        # so that the rows are those of the training to the last bit.
         trained, own = model.scale(), self.scale
         rounded = (np.float32(array) for array in vars(own).values())
         if not all(map(np.array_equal, rounded, vars(trained).values())):
@@ -237,10 +236,8 @@ class Ufs(Task):
         if config.split == "time":
             group = in_time(self._moments)[rows.time]
         else:
-            first = sources[0].open()
-            num_columns = first.shape[1]
-            first.close()
-            group = blocks(rows, num_columns, config.split_block_cells)
+            with closing(sources[0].open()) as first:
+                group = blocks(rows, first.shape[1], config.split_block_cells)
         parts = split(rows, group, config.split, config.val_fraction, config.test_fraction)
         spread = {
             name: part if name == "train" else first_spread(part, config.jacobian_samples)
@@ -255,12 +252,12 @@ class Ufs(Task):
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether the data are the embedded ones, whose law is known."""
+        """Whether the data are the synthetic ones, whose law is known."""
         return not (self.config.history or self.config.atmosphere or self.config.ocean)
 
     @property
     def cache(self) -> Path:
-        """The folder in which rows that were read are kept."""
+        """The folder for the cache of rows."""
         if self.config.cache_dir is not None:
             return self.config.cache_dir.expanduser()
         home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -281,7 +278,7 @@ class Ufs(Task):
 
 
 def _rows_digest(run_dir: Path) -> str | None:
-    """What the newest checkpoint of a run says of all rows: their SHA-256."""
+    """The SHA-256 of all rows in the newest checkpoint of a run."""
     root = RunDirectory(run_dir).checkpoints
     for folder in folders(root):
         known: str | None = read_manifest(folder)["sampler"].get("task_digest")
@@ -290,7 +287,7 @@ def _rows_digest(run_dir: Path) -> str | None:
 
 
 def _start_from(run_dir: Path, net: SeaIceNet) -> None:
-    """Take over another run's parameters; statistics stay those of this run's rows."""
+    """Load another run's parameters; statistics stay those of this run's rows."""
     root = RunDirectory(run_dir).checkpoints
     best = read_hint(root, "best")
     snapshot = newest_valid(root)[0] if best is None else read(best)

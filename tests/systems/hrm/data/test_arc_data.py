@@ -25,7 +25,6 @@ from lockstep.systems.hrm.data.arc import (
     Augmentation,
     augmented,
     encoded,
-    invert,
     parse_name,
     vote,
 )
@@ -41,7 +40,7 @@ from lockstep.systems.hrm.data.arc_tasks import (
 )
 from lockstep.systems.hrm.data.build import build
 from lockstep.systems.hrm.data.format import read_dataset, read_identifiers
-from lockstep.systems.hrm.data.request import Options
+from lockstep.systems.hrm.data.sources import Options
 
 grids = arrays(
     np.uint8, array_shapes(min_dims=2, max_dims=2, max_side=30), elements=st.integers(0, 9)
@@ -93,8 +92,8 @@ def test_augmentations_are_undone_by_their_names(grid: Grid, augmentation: Augme
     name = augmentation.name("007bbfb7")
     assert parse_name(name) == ("007bbfb7", augmentation)
     made = augmentation(grid)
-    assert np.array_equal(invert(name, made), grid)
-    assert np.array_equal(invert("007bbfb7", grid), grid)
+    assert np.array_equal(parse_name(name)[1].undo(made), grid)
+    assert np.array_equal(parse_name("007bbfb7")[1].undo(grid), grid)
     assert (made == 0).sum() == (grid == 0).sum()
     assert Counter(Counter(made.ravel().tolist()).values()) == Counter(
         Counter(grid.ravel().tolist()).values()
@@ -106,7 +105,7 @@ def test_augmentations_are_undone_by_their_names(grid: Grid, augmentation: Augme
 )
 def test_names_of_no_augmentation_are_refused(name: str) -> None:
     with pytest.raises(DataError, match=f"identifier '{name}': names"):
-        invert(name, np.zeros((1, 1), np.uint8))
+        parse_name(name)
 
 
 @given(grids, st.data())
@@ -149,9 +148,10 @@ def test_augmentations_of_a_task_are_different_and_undone_together(
                 (one.demonstrations, task.demonstrations),
                 (one.tests, task.tests),
             ):
+                undo = parse_name(one.name)[1].undo
                 for mine, original in zip(ours, theirs, strict=True):
-                    assert np.array_equal(invert(one.name, mine.question), original.question)
-                    assert np.array_equal(invert(one.name, mine.answer), original.answer)
+                    assert np.array_equal(undo(mine.question), original.question)
+                    assert np.array_equal(undo(mine.answer), original.answer)
 
 
 def test_a_task_that_looks_alike_from_all_sides_has_few_augmentations() -> None:
@@ -195,9 +195,10 @@ def test_the_answers_of_evaluation_tasks_are_nowhere_in_training(
         task = by_name[parse_name(name)[0]]
         assert task.name in evaluated
         rows = range(*test.puzzle_indices[place : place + 2])
+        undo = parse_name(name)[1].undo
         for row, pair in zip(rows, task.tests, strict=True):
-            assert np.array_equal(invert(name, to_grid(test.inputs[row])), pair.question)
-            assert np.array_equal(invert(name, to_grid(test.labels[row])), pair.answer)
+            assert np.array_equal(undo(to_grid(test.inputs[row])), pair.question)
+            assert np.array_equal(undo(to_grid(test.labels[row])), pair.answer)
     assert len(set(names)) == len(names) == found["train"].metadata.num_puzzle_identifiers
 
 

@@ -16,8 +16,8 @@ from lockstep.errors import ConfigError
 from lockstep.systems.hrm.data.arrays import NUM_SYMMETRIES, Use, inverse, transformed
 from lockstep.systems.hrm.data.build import build
 from lockstep.systems.hrm.data.format import read_dataset
-from lockstep.systems.hrm.data.maze import common_form, mazes, to_text, to_tokens
-from lockstep.systems.hrm.data.request import Options
+from lockstep.systems.hrm.data.maze import canonical, mazes, to_text, to_tokens
+from lockstep.systems.hrm.data.sources import Options
 
 Place = tuple[int, int]
 
@@ -76,7 +76,7 @@ def test_mazes_have_walls_around_them_and_no_room_is_shut() -> None:
 def test_no_maze_is_in_both_splits_in_whatever_direction() -> None:
     train = list(islice(mazes(0, Use.TRAIN, 0, 6, 4), 6))
     test = list(islice(mazes(0, Use.TEST, 6, 6, 4), 6))
-    forms = [common_form(pair.questions.reshape(6, 6)) for pair in train + test]
+    forms = [canonical(pair.questions.reshape(6, 6)) for pair in train + test]
     assert len(set(forms)) == 12
 
 
@@ -122,7 +122,7 @@ def test_a_dataset_has_the_symmetric_mazes_in_training_only(
     for first in train.group_indices[:-1]:
         group = [train.inputs[place].reshape(12, 12) for place in range(first, first + 8)]
         assert len({maze.tobytes() for maze in group}) == 8
-        assert len({common_form(maze) for maze in group}) == 1
+        assert len({canonical(maze) for maze in group}) == 1
     for question, answer in zip(train.inputs, train.labels, strict=True):
         assert shortest(lines(question))[0] == "".join(lines(answer)).count("o") + 1
 

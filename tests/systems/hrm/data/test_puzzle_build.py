@@ -14,7 +14,7 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.systems.hrm import cli
 from lockstep.systems.hrm.data.build import build
 from lockstep.systems.hrm.data.format import read_dataset
-from lockstep.systems.hrm.data.request import Options
+from lockstep.systems.hrm.data.sources import Options
 from lockstep.systems.hrm.data.writer import content_digest
 
 REQUESTS = {
@@ -71,17 +71,6 @@ def test_more_puzzles_are_the_same_ones_and_others(tmp_path: Path) -> None:
         others = read_dataset(many.folder)[split].sets["all"].inputs
         assert len(shown) == count
         assert (others[:count] == shown).all()
-
-
-def test_progress_is_told_after_each_group(tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
-    for kind, options, total in (
-        ("sudoku", Options(train=4, test=2), 6),
-        ("arc", Options(train=2, test=2, augment=1), 6),
-    ):
-        told.clear()
-        build(kind, tmp_path / kind, options, progress=lambda *counts: told.append(counts))
-        assert told == [(number, total) for number in range(1, total + 1)]
 
 
 @pytest.mark.parametrize(

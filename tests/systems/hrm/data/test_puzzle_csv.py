@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 from lockstep.errors import ConfigError, DataError
 from lockstep.systems.hrm.data.arrays import Use
 from lockstep.systems.hrm.data.build import build
-from lockstep.systems.hrm.data.csv_rows import read_rows
 from lockstep.systems.hrm.data.format import read_dataset
 from lockstep.systems.hrm.data.maze import mazes, read_mazes, to_text
-from lockstep.systems.hrm.data.request import Options
-from lockstep.systems.hrm.data.sudoku.board import SolutionSplit, board_of, to_grids
-from lockstep.systems.hrm.data.sudoku.groups import read_puzzles
-from lockstep.systems.hrm.data.sudoku.solver import puzzles
+from lockstep.systems.hrm.data.sources import Options, read_rows
+from lockstep.systems.hrm.data.sudoku import puzzles, read_puzzles
+from lockstep.systems.hrm.data.sudoku_board import SolutionSplit, board_of, to_grids
 
 HEAD = "source,q,a,rating\n"
 QUESTION = "12..34....34..12"
@@ -130,7 +128,7 @@ def write_sudokus(path: Path, side: int, use: Use, count: int) -> None:
     made = puzzles(board_of(side), 5, use)
     for _ in range(count):
         one = next(made)
-        question, answer = ("".join(map(str, grid)) for grid in (one.question, one.answer))
+        question, answer = ("".join(map(str, grid)) for grid in (one.questions[0], one.answers[0]))
         rows.append(f"x,{question},{answer},1\n")
     path.write_text("".join(rows))
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from lockstep.systems.hrm.data.arrays import Use, keyed
 from lockstep.systems.hrm.data.build import build
 from lockstep.systems.hrm.data.format import read_dataset
-from lockstep.systems.hrm.data.request import Options
-from lockstep.systems.hrm.data.sudoku.board import (
+from lockstep.systems.hrm.data.sources import Options
+from lockstep.systems.hrm.data.sudoku import Solver
+from lockstep.systems.hrm.data.sudoku_board import (
     Grid,
     SolutionSplit,
     board_of,
@@ -22,7 +23,6 @@ from lockstep.systems.hrm.data.sudoku.board import (
     draw_symmetries,
     to_grids,
 )
-from lockstep.systems.hrm.data.sudoku.solver import Solver
 
 SIZES = {4: Options(size=4, train=150, test=60), 6: Options(size=6, train=30, test=15, augment=20),
          9: Options(size=9, train=4, test=2, augment=8)}  # fmt: skip

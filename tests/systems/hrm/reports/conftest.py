@@ -12,7 +12,7 @@ import torch
 
 from lockstep.launching.front import Session, run
 from lockstep.systems.hrm.config import HrmConfig
-from lockstep.systems.hrm.reports.trained import Trained, trained
+from lockstep.systems.hrm.reports.trained_model import TrainedModel, load_trained
 from lockstep.systems.hrm.task import Hrm
 
 TINY: dict[str, Any] = {
@@ -33,23 +33,23 @@ def new_run(folder: Path, **keys: Any) -> Path:
 @pytest.fixture(scope="session")
 def sudokus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory; not to be changed."""
-    return new_run(tmp_path_factory.mktemp("seeing") / "su <b>&amp; run")
+    return new_run(tmp_path_factory.mktemp("reports") / "su <b>&amp; run")
 
 
 @pytest.fixture(scope="session")
 def mazes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory; not to be changed."""
     return new_run(
-        tmp_path_factory.mktemp("seeing") / "mazes", puzzle="maze", size=30, mixing="attention",
+        tmp_path_factory.mktemp("reports") / "mazes", puzzle="maze", size=30, mixing="attention",
         num_train=2, num_val=2, batch_size=2, num_microbatches=1, steps=1, eval_segments=2,
         eval_every=1,
     )  # fmt: skip
 
 
 @pytest.fixture
-def model(sudokus: Path) -> Trained:
+def model(sudokus: Path) -> TrainedModel:
     """The model of the Sudokus, whose puzzles halt by themselves after different segments."""
-    found = trained(sudokus, "latest")
+    found = load_trained(sudokus, "latest")
     assert found.task.average is not None
     average = found.task.average.average
     average["halting.weight"].normal_(generator=torch.Generator().manual_seed(0))

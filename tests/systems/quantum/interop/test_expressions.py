@@ -12,9 +12,9 @@ import torch
 from tests.systems.quantum.circuits import random_angle, some_parameters
 
 from lockstep.errors import ConfigError
+from lockstep.quantum import from_qasm, from_qiskit, to_qasm, to_qiskit
 from lockstep.systems.quantum.circuits.angles import Angle, Expression, parameter
 from lockstep.systems.quantum.circuits.circuit import Circuit, Gate, gate
-from lockstep.systems.quantum.interop import from_qasm, from_qiskit, to_qasm, to_qiskit
 from lockstep.systems.quantum.layer import Layer
 from lockstep.systems.quantum.simulation.measure import PauliSum
 from lockstep.systems.quantum.simulation.statevector import Simulator, statevector

@@ -12,9 +12,7 @@ import torch
 from tests.systems.quantum.circuits import random_circuit, random_unitary, some_parameters
 
 from lockstep.errors import ConfigError
-from lockstep.systems.quantum.circuits.angles import parameter
-from lockstep.systems.quantum.circuits.circuit import Circuit, gate, unitary
-from lockstep.systems.quantum.interop import (
+from lockstep.quantum import (
     bound,
     drawing,
     from_qasm,
@@ -22,6 +20,8 @@ from lockstep.systems.quantum.interop import (
     to_qasm,
     to_qiskit,
 )
+from lockstep.systems.quantum.circuits.angles import parameter
+from lockstep.systems.quantum.circuits.circuit import Circuit, gate, unitary
 from lockstep.systems.quantum.simulation.statevector import statevector
 from lockstep.systems.quantum.transformer.model import QuantumTransformer
 

@@ -222,7 +222,7 @@ def test_probabilities_of_some_qubits() -> None:
 
 def test_many_strings_are_measured_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = layer("variance")(ROWS)
-    monkeypatch.setattr(readout, "_MOST_WEIGHTS", 0)
+    monkeypatch.setattr(readout, "_MAX_WEIGHTS", 0)
     assert (layer("variance")(ROWS) - expected).abs().max() < 1e-13
 
 

@@ -24,7 +24,7 @@ from lockstep.quantum import (
     gate,
     parameter,
 )
-from lockstep.systems.quantum.noise.shots import uniform
+from lockstep.systems.quantum.noise.trajectories import uniform
 
 TASK = f"{Path(__file__).parent / 'task.py'}:Noisy"
 THETA = some_parameters(NUM_PARAMETERS).sigmoid()

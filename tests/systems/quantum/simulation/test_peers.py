@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any
 
@@ -10,10 +11,9 @@ import torch
 from hypothesis import given, settings
 from tests.systems.quantum.circuits import circuits, random_unitary, ring, some_parameters
 
+from lockstep import quantum
 from lockstep.errors import ConfigError
-from lockstep.systems.quantum.circuits.angles import parameter
-from lockstep.systems.quantum.circuits.circuit import Circuit, gate, unitary
-from lockstep.systems.quantum.interop import (
+from lockstep.quantum import (
     bound,
     drawing,
     from_qasm,
@@ -21,6 +21,8 @@ from lockstep.systems.quantum.interop import (
     to_qasm,
     to_qiskit,
 )
+from lockstep.systems.quantum.circuits.angles import parameter
+from lockstep.systems.quantum.circuits.circuit import Circuit, gate, unitary
 from lockstep.systems.quantum.simulation.gradients import shifted
 from lockstep.systems.quantum.simulation.measure import PauliSum
 from lockstep.systems.quantum.simulation.statevector import Simulator, statevector
@@ -106,9 +108,20 @@ def test_bad_qasm_is_refused(text: str, message: str) -> None:
 
 
 def test_without_qiskit_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "qiskit", None)
-    with pytest.raises(ConfigError, match=r'pip install "lockstep-train\[quantum\]"'):
-        to_qiskit(ring(2, 1))
+    importing = tuple(f"lockstep.systems.quantum.{name}" for name in ("interop", "commands"))
+    for name in [name for name in sys.modules if name.startswith(importing)]:
+        monkeypatch.delitem(sys.modules, name)
+    for extra in ("qiskit", "openqasm3", "qiskit_qasm3_import"):
+        monkeypatch.setitem(sys.modules, extra, None)
+    importlib.import_module("lockstep.systems.quantum.commands")
+    for call in (
+        lambda: quantum.to_qiskit(ring(2, 1)),
+        lambda: quantum.to_qasm(ring(2, 1)),
+        lambda: quantum.from_qasm(QASM),
+        lambda: quantum.dynamic_from_qasm(QASM),
+    ):
+        with pytest.raises(ConfigError, match=r'pip install "lockstep-train\[quantum\]"'):
+            call()
 
 
 @pytest.mark.parametrize("num_qubits", [4, 6])

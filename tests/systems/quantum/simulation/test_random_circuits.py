@@ -15,8 +15,8 @@ import pytest
 import torch
 from tests.systems.quantum.circuits import dense_state, random_circuit, some_parameters
 
+from lockstep.quantum import bound, from_qasm, from_qiskit, to_qasm, to_qiskit
 from lockstep.systems.quantum.circuits.circuit import Circuit
-from lockstep.systems.quantum.interop import bound, from_qasm, from_qiskit, to_qasm, to_qiskit
 from lockstep.systems.quantum.simulation.gradients import shifted
 from lockstep.systems.quantum.simulation.measure import PauliSum
 from lockstep.systems.quantum.simulation.statevector import Simulator, statevector

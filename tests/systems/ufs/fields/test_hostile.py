@@ -11,13 +11,21 @@ from pathlib import Path
 import netCDF4
 import numpy as np
 import pytest
-from tests.systems.ufs.making import FORMATS, HOSTILE, NAMES, NUM_COLUMNS, NUM_ROWS, good, values
+from tests.systems.ufs.hostile_files import (
+    FORMATS,
+    HOSTILE,
+    NAMES,
+    NUM_COLUMNS,
+    NUM_ROWS,
+    good,
+    values,
+)
 
 from lockstep.errors import DataError
 from lockstep.systems.ufs.fields.bands import Selection, keep_bands
 from lockstep.systems.ufs.fields.rows import Rows, gather
 from lockstep.systems.ufs.fields.sources import find_sources
-from lockstep.systems.ufs.netcdf import file as patience
+from lockstep.systems.ufs.netcdf import file as netcdf_file
 from lockstep.systems.ufs.netcdf.classic import Damaged, check_whole
 
 SELECTION = Selection((*NAMES, "aice"), "both")
@@ -85,8 +93,8 @@ def test_the_padding_at_the_end_may_be_missing(tmp_path: Path) -> None:
 
 
 def test_a_library_that_never_comes_back_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "MOST_CPU_S", 0.05)
-    monkeypatch.setattr(patience, "_LOOK_S", 0.02)
+    monkeypatch.setattr(netcdf_file, "MOST_CPU_S", 0.05)
+    monkeypatch.setattr(netcdf_file, "_POLL_S", 0.02)
     over = threading.Event()
 
     def circle() -> None:
@@ -94,17 +102,17 @@ def test_a_library_that_never_comes_back_is_left(monkeypatch: pytest.MonkeyPatch
             pass
 
     try:
-        with pytest.raises(patience.Endless):
-            patience.within_patience(circle)
+        with pytest.raises(netcdf_file.Endless):
+            netcdf_file.with_cpu_limit(circle)
     finally:
         over.set()
-    assert patience.within_patience(lambda: time.sleep(0.2) or 7) == 7  # waiting is no computing
+    assert netcdf_file.with_cpu_limit(lambda: time.sleep(0.2) or 7) == 7  # waiting is no computing
     with pytest.raises(KeyError):
-        patience.within_patience(lambda: {}["a"])
+        netcdf_file.with_cpu_limit(lambda: {}["a"])
 
 
 def test_the_librarys_first_questions_are_asked_beforehand(tmp_path: Path) -> None:
     good(tmp_path / "good.nc", "grid")
-    assert patience._library() is not None
-    patience.check_opens(str(tmp_path / "good.nc"))
-    patience.check_opens(str(tmp_path / "missing.nc"))
+    assert netcdf_file._library() is not None
+    netcdf_file.check_opens(str(tmp_path / "good.nc"))
+    netcdf_file.check_opens(str(tmp_path / "missing.nc"))

@@ -12,11 +12,11 @@ import netCDF4
 import numpy as np
 import pytest
 from tests.systems.ufs.conftest import NUM_LATITUDES, NUM_LONGITUDES, NUM_TIMES
-from tests.systems.ufs.making import good
+from tests.systems.ufs.hostile_files import good
 
 from lockstep.errors import ConfigError, DataError
 from lockstep.systems.ufs import synthetic as write
-from lockstep.systems.ufs.fields import bands
+from lockstep.systems.ufs.fields import bands, scenes
 from lockstep.systems.ufs.fields.bands import Band, Selection, keep_bands
 from lockstep.systems.ufs.fields.rows import Rows, gather
 from lockstep.systems.ufs.fields.scenes import Scene
@@ -152,8 +152,9 @@ def test_bands_do_not_matter(
     cells: int, files: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = rows(history(files), Selection(ALL), cache)
-    monkeypatch.setattr(bands, "BAND_CELLS", cells)
-    monkeypatch.setattr(bands, "_MOST_CHUNKED", 0)
+    for module in (bands, scenes):
+        monkeypatch.setattr(module, "BAND_CELLS", cells)
+    monkeypatch.setattr(scenes, "_MOST_CHUNKED", 0)
     cut = rows(history(files), Selection(ALL), cache)
     assert all(np.array_equal(getattr(whole, n), getattr(cut, n)) for n in vars(whole))
     assert len(list(cache.glob("rows-*/band-*"))) > 2 * NUM_TIMES

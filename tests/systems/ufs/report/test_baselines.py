@@ -11,8 +11,8 @@ import netCDF4
 import numpy as np
 import pytest
 
-from lockstep.systems.ufs.fields.rows import Rows, moments_of
-from lockstep.systems.ufs.fields.sources import Source, find_sources
+from lockstep.systems.ufs.fields.rows import Rows
+from lockstep.systems.ufs.fields.sources import Source, find_sources, moments_of
 from lockstep.systems.ufs.report.skill import (
     Period,
     bars,

@@ -1,4 +1,4 @@
-"""`lockstep comm-profile`: ranks that measure, and what becomes of their profile."""
+"""`lockstep comm-profile`: starts ranks that measure, then shows and writes their profile."""
 
 from __future__ import annotations
 
@@ -19,21 +19,13 @@ from lockstep.cli.clusters.comm_profile.tables import (
 )
 from lockstep.cli.options import check_writable, shown_status
 from lockstep.errors import ConfigError, LaunchError, LockstepError, RankFailure
-from lockstep.launching.host.processes import usable_cores
-from lockstep.launching.job.commands import (
-    RankCommand,
-    is_one_host,
-    local_command,
-    mpirun_command,
-    rank_environment,
-    torchrun_command,
-)
+from lockstep.launching.job.commands import RankCommand, rank_environment
 from lockstep.launching.job.run import Captured, capture
 from lockstep.launching.rank.environment import detect
 from lockstep.launching.rank.process import tell
-from lockstep.launching.start import choose_launcher
+from lockstep.launching.start import choose_launcher, launcher_command
 from lockstep.planning.operations import parse_sizes
-from lockstep.planning.profile import Profile, from_json, write_profile
+from lockstep.planning.profile import Profile, from_json, write_json
 
 NUM_RANKS = 2
 DEVICES = ("auto", "cpu", "cuda")
@@ -92,7 +84,7 @@ def comm_profile(options: Options, console: Console) -> int:
         profile = measured(_request(options), environment, lambda: _check_files(options))
         if environment.rank == 0:
             _show(profile, options, console)
-    except LockstepError as error:  # one of the ranks says so
+    except LockstepError as error:  # one of the ranks prints it
         tell(error)
         return error.exit_code
     return 0
@@ -104,7 +96,8 @@ def _start(options: Options, console: Console) -> None:
     num_ranks = NUM_RANKS if options.num_ranks is None else options.num_ranks
     if num_ranks < 2:
         raise LaunchError(f"-n {num_ranks}: must be at least 2, for ranks talk to each other")
-    ranks = rank_command(choose_launcher(options.launcher, num_ranks), num_ranks, request)
+    launcher = choose_launcher(options.launcher, num_ranks)
+    ranks = launcher_command(launcher, num_ranks, command(request))
     _check_files(options)
     what = f"measuring for about {options.seconds:g} s ({num_ranks} ranks, {ranks.launcher})"
     with shown_status(console, what, quiet=False):
@@ -112,55 +105,44 @@ def _start(options: Options, console: Console) -> None:
     _show(profile, options, console)
 
 
-def rank_command(launcher: str, num_ranks: int, request: Request) -> RankCommand:
-    """The command that starts ranks that measure."""
-    argv = command(request)
-    if launcher == "local":
-        return local_command(num_ranks, argv)
-    if launcher == "torchrun":
-        return torchrun_command(num_ranks, argv)
-    one_host = is_one_host(os.environ)
-    return mpirun_command(num_ranks, argv, cores=usable_cores(), one_host=one_host)
-
-
 def profile_of(ranks: RankCommand, seconds: float) -> Profile:
     """The profile that some ranks measure.
 
     Args:
         ranks: command that starts them.
-        seconds: time that they have been told to measure for.
+        seconds: seconds for which they are to measure.
 
     Raises:
         LockstepError: they ended without one.
     """
     timeout_s = _START_S + _LATE * seconds
-    said = capture(ranks, rank_environment(threads=1), timeout_s)
-    for line in said.stdout.splitlines():
+    output = capture(ranks, rank_environment(threads=1), timeout_s)
+    for line in output.stdout.splitlines():
         with suppress(ValueError):
             return from_json(line)
-    raise _ended(said, timeout_s)
+    raise _error(output, timeout_s)
 
 
-def _ended(said: Captured, timeout_s: float) -> LockstepError:
+def _error(output: Captured, timeout_s: float) -> LockstepError:
     """The error for ranks that have ended without a profile."""
-    lines = [line.strip() for line in said.stderr.splitlines() if line.strip()]
-    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    if said.exit_code == LaunchError.exit_code and told:
-        return LaunchError(told[0])
-    if told:
-        reason = told[0]
-    elif said.exit_code is None:
+    lines = [line.strip() for line in output.stderr.splitlines() if line.strip()]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if output.exit_code == LaunchError.exit_code and errors:
+        return LaunchError(errors[0])
+    if errors:
+        reason = errors[0]
+    elif output.exit_code is None:
         reason = f"the ranks were not done after {timeout_s:.0f} s"
     else:
         last = lines[-1] if lines else "they said nothing"
-        reason = f"the ranks ended without a profile (exit code {said.exit_code}): {last}"
+        reason = f"the ranks ended without a profile (exit code {output.exit_code}): {last}"
     return RankFailure(
         f"comm-profile: {reason}; nothing was written; start it again, or try `lockstep doctor`"
     )
 
 
 def _request(options: Options) -> Request:
-    """What the ranks are asked for.
+    """The request for the ranks.
 
     Raises:
         ConfigError: an option cannot be used.
@@ -201,7 +183,7 @@ def _check_files(options: Options) -> None:
 def _show(profile: Profile, options: Options, console: Console) -> None:
     """Write files first: what was measured must not be lost to a closed terminal."""
     if options.json is not None:
-        write_profile(options.json, profile)
+        write_json(options.json, profile)
     if options.plot is not None:
         write_plot(options.plot, profile)
     console.print(heading(profile), highlight=False, markup=False)

@@ -1,4 +1,4 @@
-"""Going through operations and sizes within a budget, and what the numbers depend on."""
+"""Measures operations at all sizes within a time budget, and records what the times depend on."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 
 import lockstep
-from lockstep.cli.clusters.comm_profile.engine_calls import ENGINE_CALLS, Call
+from lockstep.cli.clusters.comm_profile.calls import ENGINE_CALLS, TORCH_CALLS, Group
 from lockstep.cli.clusters.comm_profile.meter import LEAST, Meter, Timed, start_of
-from lockstep.cli.clusters.comm_profile.torch_calls import TORCH_CALLS, Group
 from lockstep.comm.transport import Transport
 from lockstep.engine.step.memory import memory_limits
 from lockstep.launching.rank.environment import Environment
@@ -66,7 +65,7 @@ def facts_of(host: str, environment: Environment, device: torch.device) -> Facts
 
 
 def hosts_of(facts: Sequence[Facts]) -> tuple[Host, ...]:
-    """The machines that ranks have told of, in the order of their first ranks."""
+    """The machines of the ranks, in the order of their first ranks."""
     hosts = []
     for name in dict.fromkeys(each.host for each in facts):
         ranks = tuple(rank for rank, each in enumerate(facts) if each.host == name)
@@ -145,7 +144,7 @@ _MESSAGES = ("lockstep/message", "torch/send_recv")
 
 @dataclass
 class _Found:
-    """What has been found out of an operation so far."""
+    """The measurements of an operation so far."""
 
     operation: Operation
     points: list[Point] = field(default_factory=list)
@@ -245,13 +244,16 @@ class Profiler:
         torch_group: object,
         start: Callable[[], object] | None,
     ) -> Callable[[int], Timed]:
-        """From a size to what this rank does for it."""
+        """A function of a size that prepares this rank's part of a call of that size."""
         operation = found.operation
 
         def timed(num_bytes: int) -> Timed:
             if start is None:
                 return Timed()
-            call = self._call(operation, transport, torch_group, num_bytes)
+            if operation.layer == "torch":
+                call = TORCH_CALLS[operation.name](torch_group, num_bytes, self._device)
+            else:
+                call = ENGINE_CALLS[operation.name](transport, num_bytes, self._device)
             if operation.key in _MESSAGES:
                 return Timed(call, counts=transport.rank == 0)
             return Timed(call, start, counts=True)
@@ -276,10 +278,3 @@ class Profiler:
             if operation.key in _MESSAGES:
                 seconds = [each / 2 for each in seconds]
             found.points.append(summarised(operation, group.num_ranks, num_bytes, seconds))
-
-    def _call(
-        self, operation: Operation, transport: Transport, torch_group: object, num_bytes: int
-    ) -> Call:
-        if operation.layer == "torch":
-            return TORCH_CALLS[operation.name](torch_group, num_bytes, self._device)
-        return ENGINE_CALLS[operation.name](transport, num_bytes, self._device)

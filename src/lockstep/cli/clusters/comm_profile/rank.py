@@ -12,14 +12,21 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
+from functools import partial
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
+from lockstep.cli.clusters.comm_profile.calls import (
+    grouped,
+    joined,
+    joined_torch,
+    open_torch,
+)
 from lockstep.cli.clusters.comm_profile.profiler import (
     Facts,
     Profiler,
@@ -27,13 +34,6 @@ from lockstep.cli.clusters.comm_profile.profiler import (
     hosts_of,
     versions,
     warnings_of,
-)
-from lockstep.cli.clusters.comm_profile.torch_calls import (
-    Group,
-    grouped,
-    joined,
-    joined_torch,
-    open_torch,
 )
 from lockstep.comm.torchdist.process_group_transport import ProcessGroupTransport
 from lockstep.comm.transport import Transport
@@ -44,7 +44,7 @@ from lockstep.launching.rank.environment import Environment, detect
 from lockstep.launching.rank.join import open_transport
 from lockstep.launching.rank.process import num_threads, tell
 from lockstep.planning.operations import OPERATIONS, size_text
-from lockstep.planning.profile import FORMAT, VERSION, Measurement, Profile, to_json
+from lockstep.planning.profile import FORMAT, VERSION, Measurement, Profile
 
 TIMEOUT_S = 60.0
 """Seconds that a rank waits for the others in one collective, where a transport has a timeout."""
@@ -76,19 +76,15 @@ def main(argv: list[str]) -> int:
         tell(error)
         return error.exit_code
     if environment.rank == 0:
-        sys.stdout.write(to_json(profile) + "\n")
+        sys.stdout.write(json.dumps(asdict(profile), allow_nan=False) + "\n")
         sys.stdout.flush()
     return 0
 
 
 def command(request: Request) -> list[str]:
     """The command with which a rank runs this module."""
-    return [
-        sys.executable,
-        "-m",
-        "lockstep.cli.clusters.comm_profile.rank",
-        json.dumps(asdict(request)),
-    ]
+    module = "lockstep.cli.clusters.comm_profile.rank"
+    return [sys.executable, "-m", module, json.dumps(asdict(request))]
 
 
 def measured(
@@ -121,9 +117,7 @@ def measured(
             _check_first(transport, check)
             facts = facts_of(socket.gethostname(), environment, device)
 
-            def opened() -> str:
-                return open_torch(transport, environment, TIMEOUT_S)
-
+            opened = partial(open_torch, transport, environment, TIMEOUT_S)
             profile = measuring.profile(facts, opened if request.with_torch else None)
         except LockstepError:  # all ranks raise it
             _close(transport)
@@ -176,7 +170,11 @@ class Measuring:
             transport, self._device, self._request.sizes, self._request.seconds, memory_bytes,
             len(groups),
         )  # fmt: skip
-        backend, found = self._found(self._profiler, groups, open_torch)
+        backend = open_torch() if open_torch else ""
+        found: list[Measurement] = []
+        for group in groups:
+            torch_group = joined_torch(group, transport.rank) if open_torch else None
+            found += self._profiler.measure(group, joined(transport, group), torch_group)
         hosts = hosts_of(facts)
         return Profile(
             format=FORMAT,
@@ -194,20 +192,6 @@ class Measuring:
             warnings=(*warnings_of(hosts), *self._profiler.unmeasured),
             measurements=tuple(found),
         )
-
-    def _found(
-        self,
-        profiler: Profiler,
-        groups: Sequence[Group],
-        open_torch: Callable[[], str] | None,
-    ) -> tuple[str, list[Measurement]]:
-        rank = self._transport.rank
-        backend = open_torch() if open_torch else ""
-        found: list[Measurement] = []
-        for group in groups:
-            torch_group = joined_torch(group, rank) if open_torch else None
-            found += profiler.measure(group, joined(self._transport, group), torch_group)
-        return backend, found
 
 
 def _check_first(transport: Transport, check: Callable[[], object]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from lockstep.config.files import replacing_binary
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import ConfigError, DataError, file_errors
 from lockstep.observe.figures import new_figure
 from lockstep.observe.reading.report.page import Picture, rendered
 from lockstep.observe.text import brief
@@ -45,11 +45,8 @@ def write_plot(path: Path, profile: Profile) -> None:
     """
     kind = check_plot(path)
     picture = rendered(Picture("comm-profile", "Communication", _figure(profile)), kind)
-    try:
-        with replacing_binary(path) as file:
-            file.write(picture)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error.strerror or error}") from None
+    with file_errors(DataError, path), replacing_binary(path) as file:
+        file.write(picture)
 
 
 def _figure(profile: Profile) -> Any:

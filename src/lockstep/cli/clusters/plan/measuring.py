@@ -1,4 +1,4 @@
-"""All that a plan is made from: short trainings, and what messages cost on this host."""
+"""The measurements that a plan is made from: short trainings, and messages on this host."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from lockstep.cli.clusters.comm_profile.command import profile_of
-from lockstep.cli.clusters.comm_profile.command import rank_command as profile_command
 from lockstep.cli.clusters.comm_profile.profiler import versions
 from lockstep.cli.clusters.comm_profile.rank import Request
+from lockstep.cli.clusters.comm_profile.rank import command as profile_argv
 from lockstep.cli.clusters.plan.probes import Probe, Prober, Shape
 from lockstep.config import TrainConfig
 from lockstep.engine.flat_tensors import FlatTensors
@@ -23,6 +23,7 @@ from lockstep.engine.optimizer.choice import is_elementwise
 from lockstep.engine.step.memory import Needs, memory_limits
 from lockstep.engine.step.model import built, trainable_groups
 from lockstep.engine.task import Task
+from lockstep.launching.start import launcher_command
 from lockstep.launching.targets import make_task
 from lockstep.nn.cutting import shards_of, units_of
 from lockstep.nn.pipeline import Pipeline
@@ -143,7 +144,7 @@ def measure(measuring: Measuring, say: Callable[[str], None]) -> Facts:
         launcher=measuring.launcher,
         batch_size=int(alone.plan["batch_size"]),
         num_microbatches=config.num_microbatches,
-        total_steps=_total_steps(config, alone),
+        total_steps=config.steps or config.epochs * int(alone.plan["steps_per_epoch"]),
         buddy=config.optimizer.buddy,
         anatomy=parts,
         timed=tuple(timed),
@@ -163,7 +164,7 @@ def measure(measuring: Measuring, say: Callable[[str], None]) -> Facts:
 def _fastest(
     prober: Prober, wanted: Sequence[Shape], rounds: int, say: Callable[[str], None]
 ) -> dict[Shape, tuple[Probe, Timed]]:
-    """Of each shape the fastest of some trainings: what else the machine does only slows down."""
+    """The fastest training of each shape: other work on the machine can only slow one down."""
     found: dict[Shape, list[tuple[Probe, Timed]]] = {shape: [] for shape in wanted}
     for number in range(rounds):
         for shape in wanted:
@@ -217,7 +218,7 @@ def _replicas(measuring: Measuring, parts: Anatomy) -> list[tuple[int, int]]:
 
 
 def _profiles(measuring: Measuring, parts: Anatomy, say: Callable[[str], None]) -> list[Profile]:
-    """What messages of the task's sizes cost among the ranks of each group.
+    """The cost of messages of the task's sizes among the ranks of each group.
 
     Raises:
         LockstepError: ranks could not be started, or one was lost.
@@ -226,19 +227,14 @@ def _profiles(measuring: Measuring, parts: Anatomy, say: Callable[[str], None]) 
     found = []
     for shape in groups(measuring):
         say(f"messages among {shape.num_replicas} ranks")
-        command = profile_command(measuring.launcher, shape.num_replicas, request)
+        argv = profile_argv(request)
+        command = launcher_command(measuring.launcher, shape.num_replicas, argv)
         found.append(profile_of(command, measuring.seconds))
     return found
 
 
 def message_sizes(parts: Anatomy) -> tuple[int, ...]:
-    """Sizes at which collectives are measured: what layouts of a model exchange, and about it."""
+    """Sizes at which collectives are measured: near those that layouts of the model exchange."""
     whole = parts.gradient_bytes
     sizes = (_LEAST_BYTES, whole // 4, whole // 2, whole, 2 * whole, 4 * whole)
     return tuple(sorted({min(max(size, _LEAST_BYTES), MOST_BYTES) for size in sizes}))
-
-
-def _total_steps(config: TrainConfig, alone: Probe) -> int:
-    """Steps of the whole run; 0 where a stream does not say its length."""
-    per_epoch = int(alone.plan["steps_per_epoch"])
-    return config.steps or config.epochs * per_epoch

@@ -1,24 +1,78 @@
-"""`lockstep chaos`: the same run without and with faults, and whether it made any difference."""
+"""`lockstep chaos`: the same run without and with faults, in sessions, and whether they differ."""
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
+import csv
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from lockstep.cli.options import shown_status
-from lockstep.cli.prove.chaos.plan import draw
-from lockstep.cli.prove.chaos.sessions import Ranks, Sat, Sessions, log_of, trained
-from lockstep.cli.prove.chaos.verdict import Effect, render, started_again, verdict
+from lockstep.cli.options import folder_for, shown_status
+from lockstep.cli.prove.chaos.plan import HANG_TIMEOUT_S, STALL_S, Incident, What, draw
+from lockstep.cli.prove.chaos.verdict import (
+    Effect,
+    Row,
+    Trained,
+    effect_of,
+    lost_unexplained,
+    render,
+    started_again,
+    verdict,
+)
 from lockstep.config import TrainConfig, override
 from lockstep.engine import faults
-from lockstep.errors import ConfigError
-from lockstep.launching.targets import configured, is_script
+from lockstep.engine.checkpoint import listing
+from lockstep.engine.checkpoint.run_directory import rescued_paths
+from lockstep.engine.faults import PRINTED, moved
+from lockstep.errors import ConfigError, LaunchError, LockstepError, RunDirectoryError
+from lockstep.launching.front import Session
+from lockstep.launching.job.ending import Ended
+from lockstep.launching.start import SURVIVABLE, check_replacements, rank_command, start
+from lockstep.launching.targets import absolute, configured, is_script
 from lockstep.launching.warm.starting import fork_server
+from lockstep.observe import read_events, read_result
+
+_TERMINATED = 128 + signal.SIGTERM
+_GONE = "was deleted, moved or replaced"
+"""Part of the message of a run whose directory is gone."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that faults strike.
+
+    Attributes:
+        number: number of processes at the start of each session, at least 2.
+        launcher: name of the launcher that starts them, one of `SURVIVABLE`.
+        replacements: greatest number of killed processes that it replaces in a session.
+    """
+
+    number: int
+    launcher: str = "mpi"
+    replacements: int = 0
+
+    def check(self) -> None:
+        """Refuse what cannot be done.
+
+        Raises:
+            LaunchError: too few ranks, or a launcher under which none would survive.
+        """
+        if self.number < 2:
+            raise LaunchError(f"-n {self.number}: must be at least 2, for some have to survive")
+        if self.launcher not in SURVIVABLE:
+            raise LaunchError(
+                f"--launcher {self.launcher}: must be one of {', '.join(SURVIVABLE)}; under others "
+                "no rank survives the loss of another"
+            )
+        check_replacements(self.launcher, self.replacements)
 
 
 def chaos(
@@ -53,44 +107,212 @@ def chaos(
     ranks.check()
     if num_faults < 1:
         raise ConfigError(f"--faults {num_faults}: must be at least 1")
-    with ExitStack() as stack:
-        server = stack.enter_context(fork_server(ranks.launcher, target))
+    with fork_server(ranks.launcher, target) as server, folder_for(keep, "chaos") as folder:
         if not is_script(target):
             configured(target, overrides)
-        if keep is None:
-            folder = tempfile.mkdtemp(prefix="lockstep-chaos-")
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            keep = Path(folder)
         sessions = Sessions(target, overrides, ranks, server)
         with shown_status(console, "training without faults", quiet):
-            reference = trained([sessions.sit(keep / "reference", [])])
+            reference = trained([sessions.run(folder / "reference", [])])
         keys = _keys(target, overrides)
         plan = draw(
             num_faults, ranks.number, int(reference.result["step"]), seed, ranks.replacements,
             keys.data.num_workers > 0, keys.mesh.tp, keys.mesh.pp,
-            {row["moment"] for row in faults.logged(log_of(keep / "reference"))},
+            {row["moment"] for row in faults.logged(log_of(folder / "reference"))},
         )  # fmt: skip
         effects: list[Effect] = []
-        sats: list[Sat] = []
-        run_dir = keep / "chaos"
-        for blows in plan:
+        results: list[SessionResult] = []
+        run_dir = folder / "chaos"
+        for incidents in plan:
             what = f"training with faults: {len(effects)} of {num_faults} done"
             with shown_status(console, what, quiet):
-                sat = sessions.sit(run_dir, blows)
-            if effects and effects[-1].blow.ends_session:
-                effects[-1] = started_again(effects[-1], sats[-1].rows, sat.rows)
-            effects += sat.effects
-            sats.append(sat)
-            run_dir = sat.run_dir
+                result = sessions.run(run_dir, incidents)
+            if effects and effects[-1].incident.ends_session:
+                effects[-1] = started_again(effects[-1], results[-1].rows, result.rows)
+            effects += result.effects
+            results.append(result)
+            run_dir = result.run_dir
         if not quiet:
             console.print(render(effects))
-        lost = sorted({slot for sat in sats for slot in sat.lost})
-        return verdict(reference, trained(sats), effects, lost, console)
+        lost = sorted({slot for result in results for slot in result.lost})
+        return verdict(reference, trained(results), effects, lost, console)
 
 
 def _keys(target: str, overrides: Sequence[str]) -> TrainConfig:
-    """The config, as far as it is known of a script: what overrides say."""
+    """The config of the runs; of a script, only the keys that overrides set are known."""
     if not is_script(target):
         return configured(target, overrides)[1]
     known = ("data.num_workers=", "mesh.tp=", "mesh.pp=", "num_shards=")
     return override(TrainConfig(), [o for o in overrides if o.startswith(known)])
+
+
+@dataclass(frozen=True)
+class SessionResult:
+    """The result of one session.
+
+    Attributes:
+        effects: effects of its faults.
+        rows: its events.
+        lost: slots of ranks that were lost without a fault that explains it.
+        moved: where its run directory was moved to; None if it was not.
+        run_dir: run directory in which the next session goes on.
+    """
+
+    effects: list[Effect]
+    rows: list[Row]
+    lost: list[int]
+    moved: Path | None
+    run_dir: Path
+
+
+class Sessions:
+    """Starts the sessions of runs.
+
+    Args:
+        target: recipe, file or script to train.
+        overrides: `key=value` items for the config.
+        ranks: ranks to start.
+        server: the warm server that ranks are forked from; empty if there is none.
+    """
+
+    def __init__(self, target: str, overrides: Sequence[str], ranks: Ranks, server: str) -> None:
+        self._target = absolute(target)
+        self._script = is_script(target)
+        self._threads = 1 if self._script else configured(target, overrides)[1].threads
+        self._overrides = [
+            *overrides, "log_every=1", "checkpoint.keep=3", f"hang_timeout_s={HANG_TIMEOUT_S}",
+        ]  # fmt: skip
+        if not any(o.startswith("checkpoint.every=") for o in overrides):
+            self._overrides.append("checkpoint.every=10")
+        self._num_ranks = ranks.number
+        self._command = rank_command(
+            ranks.launcher, ranks.number, self._target, self._overrides, ranks.replacements, server
+        )
+
+    def run(self, run_dir: Path, incidents: Sequence[Incident]) -> SessionResult:
+        """Run one session with its faults to its end.
+
+        Raises:
+            LaunchError: the faults do not explain how it ended.
+        """
+        log = log_of(run_dir)
+        log.unlink(missing_ok=True)
+        rows_before = len(rows_of(run_dir))
+        ended = self._start(run_dir, incidents, log)
+        strikes = faults.logged(log) if incidents else []
+        if ended.again and incidents and _was_hit_at_start(incidents, strikes):
+            ended = self._start(run_dir, incidents, log)
+            strikes = faults.logged(log)
+        last = incidents[-1].what if incidents else None
+        rescued = next(rescued_paths(run_dir))
+        if not _is_planned(ended, last, rescued):
+            raise LaunchError(
+                f"the run ended with exit code {ended.exit_code}, which its faults do not explain: "
+                f"{ended.message}; see {run_dir / 'ranks.log'}"
+            )
+        if last == "corrupt":
+            _damage_newest(run_dir / "checkpoints")
+        gone = moved(run_dir) if last == "directory" else None
+        rows = rows_of(gone or run_dir)[rows_before:]
+        effects = [effect_of(incident, strikes, rows) for incident in incidents]
+        lost = lost_unexplained(incidents, rows, self._num_ranks)
+        return SessionResult(effects, rows, lost, gone, rescued if gone else run_dir)
+
+    def _start(self, run_dir: Path, incidents: Sequence[Incident], log: Path) -> Ended:
+        env = faults.to_env([f for incident in incidents for f in incident.faults], log, run_dir)
+        kept = tuple(self._overrides) if self._script else ()
+        session = Session(str(run_dir), run_dir.exists(), kept, False, self._target)
+        with stalling_reader(STALL_S):
+            return start(
+                self._command, session, self._threads, on_row=lambda _: None, restarts=0, env=env
+            )
+
+
+def trained(results: Sequence[SessionResult]) -> Trained:
+    """What all sessions of a finished run have left."""
+    steps: list[int] = []
+    for folder in [*(result.moved for result in results if result.moved), results[-1].run_dir]:
+        with (folder / "metrics.csv").open(encoding="utf-8", newline="") as file:
+            own = [int(row["step"]) for row in csv.DictReader(file) if row["split"] == "train"]
+        # A directory that was rescued has the rows from its checkpoint on.
+        steps = [step for step in steps if not own or step < own[0]] + own
+    events = [row for result in results for row in result.rows]
+    return Trained(read_result(results[-1].run_dir), steps, events)
+
+
+def log_of(run_dir: Path) -> Path:
+    """The log of a session's faults; of the reference, of the moments that its ranks reach."""
+    return run_dir.with_suffix(".faults")
+
+
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The events of a run; none before its first start."""
+    try:
+        return read_events(run_dir / "events.jsonl")
+    except LockstepError:
+        return []
+
+
+def _is_planned(ended: Ended, last: What | None, rescued: Path) -> bool:
+    """Whether a session has ended in the way that its last fault explains."""
+    match last:
+        case "job" | "corrupt":
+            return bool(ended.again)
+        case "preempt":
+            return ended.exit_code == _TERMINATED
+        case "directory":
+            is_refused = ended.exit_code == RunDirectoryError.exit_code
+            return is_refused and _GONE in ended.message and rescued.is_dir()
+        case _:
+            return ended.exit_code == 0
+
+
+def _was_hit_at_start(incidents: Sequence[Incident], strikes: Sequence[Row]) -> bool:
+    """Whether all ranks may have ended because one of them was killed while they started.
+
+    If they have reached the fault that ends their session, that fault is the reason.
+    """
+    first, last = incidents[0], incidents[-1]
+    struck = {(row["slot"], row["step"], row["moment"]) for row in strikes}
+    are_struck = [
+        any((f.slot, f.step, f.moment) in struck for f in incident.faults)
+        for incident in (first, last)
+    ]
+    return first.what == "start" and are_struck[0] and not (last.ends_session and are_struck[1])
+
+
+def _damage_newest(root: Path) -> None:
+    """Flip a bit in the newest checkpoint, if there is another one to go back to.
+
+    A run whose only checkpoint is damaged does not start over by itself.
+    """
+    folders = listing.folders(root)
+    if len(folders) < 2:
+        return
+    file = folders[0] / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@contextmanager
+def stalling_reader(stall_s: float) -> Iterator[None]:
+    """Replace `sys.stdout` in this context by a pipe whose reader stalls where a fault prints.
+
+    Args:
+        stall_s: seconds for which the reader reads nothing, while the fault goes on printing.
+    """
+    source, sink = os.pipe()
+    reader = threading.Thread(target=_read, args=(source, stall_s), name="reader", daemon=True)
+    reader.start()
+    try:
+        with open(sink, "w", encoding="utf-8") as stream, redirect_stdout(stream):
+            yield
+    finally:
+        reader.join()
+
+
+def _read(source: int, stall_s: float) -> None:
+    with os.fdopen(source, encoding="utf-8", errors="replace") as stream:
+        for line in stream:
+            if PRINTED in line:
+                time.sleep(stall_s)

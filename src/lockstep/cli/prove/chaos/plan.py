@@ -1,4 +1,4 @@
-"""Which faults strike where: drawn from a seed, distributed over the sessions of one run."""
+"""The faults of a run: drawn from a seed, and distributed over its sessions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _KINDS: dict[What, Kind] = {
     "reader": "print",
     "directory": "move",
 }
-"""What strikes in the middle of computing and ends no process at once."""
+"""Faults in the middle of computing that end no process at once."""
 
 HANG_TIMEOUT_S = 2.0
 """Timeout of the watchdogs of all runs with faults, in seconds."""
@@ -54,13 +54,13 @@ STALL_S = 3 * HANG_TIMEOUT_S
 
 _IN_COMPUTING: tuple[Moment, ...] = ("forward", "backward", "compute")
 _OF_SPARES: tuple[Moment, ...] = ("reduce", "reduced", "optimizer", "committed")
-"""What ranks come to that compute no microbatches."""
+"""Moments of ranks that compute no microbatches."""
 _WITH_WORKERS: tuple[Moment, ...] = (*_IN_COMPUTING, "reduce", "reduced")
 _IN_RECOVERY: tuple[Moment, ...] = ("regroup", "catch_up")
 _AT_START: tuple[Moment, ...] = ("start", "met", "ready")
 
-_ELSEWHERE: tuple[Moment, ...] = (*_IN_RECOVERY, *_AT_START, "join")
-"""What ranks do not come to in a step."""
+_OUTSIDE: tuple[Moment, ...] = (*_IN_RECOVERY, *_AT_START, "join")
+"""Moments outside of a step."""
 
 _MOST_DELAY_S = 0.01
 _MOST_DELAY_AT_START_S = 0.2
@@ -72,13 +72,13 @@ noticed some steps later."""
 
 
 @dataclass(frozen=True)
-class Blow:
-    """One thing that goes wrong.
+class Incident:
+    """Something that goes wrong at one time: one fault, or several that belong together.
 
     Attributes:
         what: kind of the fault.
-        step: number of the step around which it strikes.
-        faults: planned faults of all processes that take part in it.
+        step: number of the step at about which it strikes.
+        faults: its faults, of one or several processes.
     """
 
     what: What
@@ -98,7 +98,7 @@ class Blow:
 
 @dataclass
 class Draw:
-    """Draws blows that leave at least one process alive, or end the session."""
+    """Draws incidents that leave at least one process alive or end the session."""
 
     num_ranks: int
     replacements: int
@@ -115,8 +115,8 @@ class Draw:
     is_starting: bool = False
     first_step: int = 0
 
-    def session_starts(self, step: int) -> None:
-        """All processes are there again, and go on from about this step."""
+    def begin_session(self, step: int) -> None:
+        """Begin a session: all processes are alive, and go on from about this step."""
         self.is_starting, self.first_step = True, step
         self.alive = list(range(self.num_ranks))
         self.columns = [rank % self._num_columns for rank in self.alive]
@@ -128,14 +128,14 @@ class Draw:
         return self.tp * self.pp
 
     def _victims(self, what: What) -> list[int]:
-        """Slots that a blow can strike."""
+        """Slots that a incident can strike."""
         mortal, computing = self._mortal(), self._computing()
         if what == "kill":
             return mortal
         return [s for s in mortal if s in computing] if what in ("stop", "edit") else computing
 
     def _what(self, step: int) -> What:
-        """One of those that are possible now."""
+        """A kind of incident that is possible now."""
         weights = dict(_WEIGHTS)
         if not self.has_workers:
             del weights["worker"]
@@ -152,7 +152,7 @@ class Draw:
         return "job" if is_fatal and not self._victims(what) else what
 
     def _mortal(self) -> list[int]:
-        """Those alive whom others can replace: they hold the same part of the model."""
+        """Living processes whose part of the model others hold too."""
         return [
             slot
             for slot, column in zip(self.alive, self.columns, strict=True)
@@ -160,26 +160,27 @@ class Draw:
         ]
 
     def _computing(self) -> list[int]:
-        """Those alive who compute microbatches; the others are spares."""
+        """Living processes that compute microbatches; the others are spares."""
         spares = Mesh(1, tuple(self.columns), self.tp, self.pp).incomplete
         return [slot for rank, slot in enumerate(self.alive) if rank not in spares]
 
     def _dies(self, slot: int) -> None:
-        """The others go on; some may get the place of the one that is lost."""
+        """Take a process out; another one may move to its column."""
         index = self.alive.index(slot)
         del self.alive[index], self.columns[index]
         self.columns = list(rearranged(self.columns, self._num_columns))
 
-    def blow(self, step: int) -> Blow:
-        """A blow at a step."""
+    def incident(self, step: int) -> Incident:
+        """A incident at a step."""
         what = self._what(step)
         self.is_starting = False
         if what == "start":
-            return Blow(what, self.first_step, (self._start(),))
+            return Incident(what, self.first_step, (self._start(),))
         if what in ("job", "corrupt"):
-            # Those that are taken for dead too: the moment of their fault may be still to come.
+            # Also of ranks that should be dead: the moment of their fault may be still to come.
             slots = range(self.num_ranks + self.replacements)
-            return Blow(what, step, tuple(PlannedFault(slot, step, "committed") for slot in slots))
+            faults = tuple(PlannedFault(slot, step, "committed") for slot in slots)
+            return Incident(what, step, faults)
         fatal = what in ("kill", "stop", "edit")
         slot = self.source.choice(self._victims(what))
         if what == "preempt":
@@ -204,11 +205,12 @@ class Draw:
             self.last_kill = step
         if what == "edit":
             self.is_edited = True
-            return Blow(what, fault.step, (fault, PlannedFault(self.num_ranks, 0, "join", "edit")))
-        return Blow(what, fault.step, (fault,))
+            joiner = PlannedFault(self.num_ranks, 0, "join", "edit")
+            return Incident(what, fault.step, (fault, joiner))
+        return Incident(what, fault.step, (fault,))
 
     def _start(self) -> PlannedFault:
-        """Any process, before the first step: the others go on without it, or all start again."""
+        """The kill of any process before the first step: the others go on, or all start again."""
         slot = self.source.choice(self.alive)
         if slot in self._mortal():
             self._dies(slot)
@@ -238,7 +240,7 @@ class Draw:
 
 
 def draw(
-    num_blows: int,
+    num_incidents: int,
     num_ranks: int,
     num_steps: int,
     seed: int,
@@ -247,11 +249,11 @@ def draw(
     tp: int = 1,
     pp: int = 1,
     moments: Collection[Moment] = MOMENTS,
-) -> list[list[Blow]]:
-    """The blows of each session of a run.
+) -> list[list[Incident]]:
+    """The incidents of each session of a run.
 
     Args:
-        num_blows: number of blows in all.
+        num_incidents: number of incidents in all.
         num_ranks: number of ranks at the start of each session, at least 2.
         num_steps: number of optimizer steps of the run.
         seed: seed that the plan is drawn with.
@@ -259,24 +261,24 @@ def draw(
         has_workers: whether ranks have processes that fetch data for them.
         tp: number of ranks that share out the shards of a stage.
         pp: number of stages.
-        moments: moments that ranks come to when nothing goes wrong.
+        moments: moments that ranks reach when nothing goes wrong.
 
     Raises:
         ConfigError: the run has not enough steps.
     """
-    if num_blows > num_steps - 2:
+    if num_incidents > num_steps - 2:
         raise ConfigError(
-            f"--faults {num_blows}: a run of {num_steps} steps has room for "
+            f"--faults {num_incidents}: a run of {num_steps} steps has room for "
             f"{max(num_steps - 2, 0)}; set steps= higher"
         )
-    known = tuple(m for m in MOMENTS if m in moments and m not in _ELSEWHERE)
+    known = tuple(m for m in MOMENTS if m in moments and m not in _OUTSIDE)
     drawn = Draw(num_ranks, replacements, has_workers, random.Random(seed), tp, pp, known)
-    drawn.session_starts(0)
-    sessions: list[list[Blow]] = [[]]
-    for step in sorted(drawn.source.sample(range(1, num_steps - 1), num_blows)):
-        blow = drawn.blow(step)
-        sessions[-1].append(blow)
-        if blow.ends_session:
+    drawn.begin_session(0)
+    sessions: list[list[Incident]] = [[]]
+    for step in sorted(drawn.source.sample(range(1, num_steps - 1), num_incidents)):
+        incident = drawn.incident(step)
+        sessions[-1].append(incident)
+        if incident.ends_session:
             sessions.append([])
-            drawn.session_starts(step)
+            drawn.begin_session(step)
     return sessions

@@ -1,4 +1,4 @@
-"""What faults did, and whether they made any difference to a run."""
+"""The effects of faults, and whether they have changed the result of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from lockstep.cli.prove.chaos.plan import Blow, What
+from lockstep.cli.prove.chaos.plan import Incident, What
 from lockstep.cli.prove.repeated import Row as Evaluation
 from lockstep.cli.prove.repeated import evaluated, first_different_evaluation, num_evaluations
 from lockstep.observe.text import count
@@ -23,24 +23,24 @@ _VICTIMS: dict[What, str] = {
     "reader": "reader",
     "directory": "run directory",
 }
-"""What is not struck in one process alone."""
+"""Victims that are not a single process."""
 
 
 @dataclass(frozen=True)
 class Effect:
-    """The effect of a blow; times in seconds, None for what did not happen.
+    """The effect of a incident; times in seconds, None for what did not happen.
 
     Attributes:
-        blow: blow whose effect this is.
-        struck: whether it came to the blow; the session may have ended before.
-        time: time of the blow in Unix seconds.
-        noticed_s: time from the blow until another rank noticed it.
+        incident: incident whose effect this is.
+        struck: whether the incident happened; the session may have ended before.
+        time: time of the incident in Unix seconds.
+        noticed_s: time from the incident until another rank noticed it.
         regroup_s: time from then until the survivors went on.
-        resumed_s: time from the blow to the next committed step.
-        steps_lost: number of committed steps that had to be done again.
+        resumed_s: time from the incident to the next committed step.
+        steps_lost: number of committed steps that were repeated.
     """
 
-    blow: Blow
+    incident: Incident
     struck: bool
     time: float = 0.0
     noticed_s: float | None = None
@@ -49,26 +49,26 @@ class Effect:
     steps_lost: int | None = None
 
 
-def effect_of(blow: Blow, strikes: Sequence[Row], rows: Sequence[Row]) -> Effect:
-    """The effect of a blow in its session.
+def effect_of(incident: Incident, strikes: Sequence[Row], rows: Sequence[Row]) -> Effect:
+    """The effect of a incident in its session.
 
     Args:
-        blow: blow that was planned.
+        incident: incident that was planned.
         strikes: rows of the log of all faults of the session.
         rows: events of the session, in order.
     """
-    keys = {(f.slot, f.step, f.moment, f.kind) for f in blow.faults}
+    keys = {(f.slot, f.step, f.moment, f.kind) for f in incident.faults}
     own = [s for s in strikes if (s["slot"], s["step"], s["moment"], s["kind"]) in keys]
     if not own:
-        return Effect(blow, struck=False)
+        return Effect(incident, struck=False)
     time = min(s["time"] for s in own)
     after = [row for row in rows if row["time"] >= time]
-    effect = Effect(blow, True, time)
-    if blow.ends_session:
+    effect = Effect(incident, True, time)
+    if incident.ends_session:
         return effect
-    if blow.what not in ("kill", "stop", "edit"):
+    if incident.what not in ("kill", "stop", "edit"):
         return replace(effect, resumed_s=_next_step(after, time), steps_lost=0)
-    slot = blow.faults[0].slot
+    slot = incident.faults[0].slot
     lost = next(
         (i for i, r in enumerate(after) if r["event"] == "RankLost" and r["slot"] == slot), None
     )
@@ -84,21 +84,25 @@ def effect_of(blow: Blow, strikes: Sequence[Row], rows: Sequence[Row]) -> Effect
     )
 
 
-def lost_unexplained(blows: Sequence[Blow], rows: Sequence[Row], num_ranks: int) -> list[int]:
+def lost_unexplained(
+    incidents: Sequence[Incident], rows: Sequence[Row], num_ranks: int
+) -> list[int]:
     """The slots of ranks that were lost in a session though no fault was to end them.
 
     Joining ranks are left out: one that would train something else leaves by itself.
     """
-    ended = {fault.slot for blow in blows if blow.ends_ranks for fault in blow.faults}
+    ended = {
+        fault.slot for incident in incidents if incident.ends_ranks for fault in incident.faults
+    }
     lost = {int(row["slot"]) for row in rows if row["event"] == "RankLost"}
     return sorted(slot for slot in lost - ended if slot < num_ranks)
 
 
 def started_again(effect: Effect, before: Sequence[Row], rows: Sequence[Row]) -> Effect:
-    """The effect of a blow that ended a session, with what it has cost if it was struck.
+    """The effect of a incident that ended a session, with what it has cost if it was struck.
 
     Args:
-        effect: effect as far as that session tells.
+        effect: effect without its cost.
         before: events of that session.
         rows: events of the next session.
     """
@@ -116,7 +120,7 @@ def _next_step(rows: Sequence[Row], time: float) -> float | None:
 
 
 def render(effects: Sequence[Effect]) -> Table:
-    """A table with a row for each blow."""
+    """A table with a row for each incident."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("#", "step"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -127,13 +131,13 @@ def render(effects: Sequence[Effect]) -> Table:
     for name in ("noticed", "regrouped\nin", "next step\nafter", "steps\nlost"):
         table.add_column(name, justify="right", no_wrap=True)
     for number, effect in enumerate(effects, 1):
-        faults = effect.blow.faults
-        victim = _VICTIMS.get(effect.blow.what, f"slot {faults[0].slot}")
+        faults = effect.incident.faults
+        victim = _VICTIMS.get(effect.incident.what, f"slot {faults[0].slot}")
         moment = faults[0].moment + (f" + {1e3 * d:.1f} ms" if (d := faults[0].delay_s) else "")
         table.add_row(
             str(number),
-            str(effect.blow.step),
-            effect.blow.what,
+            str(effect.incident.step),
+            effect.incident.what,
             moment,
             victim if effect.struck else f"{victim} (was not struck)",
             _milliseconds(effect.noticed_s),
@@ -156,7 +160,7 @@ _DIGESTS = {"params_sha256": "", "carry_sha256": " of the carry",
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run has left.
+    """What a finished run has written.
 
     Attributes:
         result: content of its `result.json`.
@@ -176,17 +180,17 @@ def verdict(
     lost: Sequence[int],
     console: Console,
 ) -> int:
-    """Print what is equal and what is not.
+    """Print which results are equal and which are not.
 
     Args:
-        reference: what the run without faults has left.
-        run: what the one with faults has left.
-        effects: what the faults did.
+        reference: result of the run without faults.
+        run: result of the run with faults.
+        effects: effects of the faults.
         lost: slots of ranks that were lost without a fault that explains it.
         console: console to print on.
 
     Returns:
-        0 if faults struck and made no difference, 1 if not.
+        0 if faults struck and changed nothing, 1 if not.
     """
 
     def say(good: bool, text: str) -> bool:
@@ -226,7 +230,7 @@ def _steps(reference: Trained, run: Trained, say: _Say) -> bool:
 
 def _evaluations(reference: Trained, run: Trained, effects: Sequence[Effect], say: _Say) -> bool:
     made, others = evaluated(reference.events), evaluated(run.events)
-    if any(effect.struck and effect.blow.what == "directory" for effect in effects):
+    if any(effect.struck and effect.incident.what == "directory" for effect in effects):
         gone = _gone_with_the_best(made, others)
         made, others = (
             tuple(r for r in rows if (r["step"], r["split"]) not in gone) for rows in (made, others)

@@ -24,7 +24,7 @@ from lockstep.config import TrainConfig
 from lockstep.config.files import read_text, replacing
 from lockstep.config.parsing import parse_object
 from lockstep.engine.checkpoint.origin import items as items_of
-from lockstep.errors import ConfigError, LaunchError, RunDirectoryError
+from lockstep.errors import ConfigError, LaunchError, RunDirectoryError, file_errors
 from lockstep.launching.start import choose_launcher
 from lockstep.launching.targets import absolute, configured, is_script
 from lockstep.observe.reading.listing import Summary, is_run, summarise
@@ -200,14 +200,10 @@ def begin(made: Plan) -> None:
     Raises:
         RunDirectoryError: it cannot be written.
     """
-    try:
+    with file_errors(RunDirectoryError, made.folder, advice="choose another with --dir"):
         made.folder.mkdir(parents=True, exist_ok=True)
         with replacing(made.folder / _FILE) as file:
             file.write(json.dumps({"target": made.target, "keys": made.grid.keys}) + "\n")
-    except OSError as error:
-        raise RunDirectoryError(
-            f"{made.folder}: cannot be written: {error.strerror}; choose another with --dir"
-        ) from None
 
 
 def _check_folder(made: Plan) -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lockstep.cli.look.runs import print_table
+from lockstep.cli.look.run_tables import print_table
 from lockstep.cli.start.sweep.grid import Grid
 from lockstep.config.files import open_regular
-from lockstep.errors import ConfigError, LaunchError
+from lockstep.errors import ConfigError, LaunchError, file_errors
 from lockstep.launching.host.parent_watch import bound_to_parent
 from lockstep.observe.figures import new_figure, save
 from lockstep.observe.reading.listing import Summary
@@ -114,11 +114,9 @@ class _Stopper:
 
 
 def _started(job: Job) -> subprocess.Popen[bytes]:
-    try:
+    with file_errors(LaunchError, job.log):
         job.log.parent.mkdir(parents=True, exist_ok=True)
         log = open_regular(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    except OSError as error:
-        raise LaunchError(f"{job.log}: cannot be written: {error.strerror}") from None
     try:
         return subprocess.Popen(
             bound_to_parent(list(job.argv), signal.SIGTERM),

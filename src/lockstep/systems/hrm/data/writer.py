@@ -1,4 +1,4 @@
-"""Writing datasets of puzzles group by group: all of a dataset appears at once, or nothing."""
+"""Writes datasets of puzzles group by group; a dataset appears as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ _OWN_FILE = re.compile(
 
 @dataclass(frozen=True)
 class Puzzle:
-    """A puzzle: an identifier, and examples of what it asks.
+    """A puzzle: an identifier, and examples.
 
     Attributes:
         identifier: number of its identifier; 0 if it has none of its own.
         inputs: tokens [n, seq_len], n of at least 1.
-        labels: tokens [n, seq_len]; 0 where there is nothing to answer.
+        labels: tokens [n, seq_len]; 0 in cells without an answer.
     """
 
     identifier: int
@@ -59,7 +59,7 @@ class Puzzle:
 
 @dataclass(frozen=True)
 class SplitSize:
-    """How much a split holds."""
+    """The size of a split."""
 
     num_groups: int
     num_puzzles: int
@@ -69,29 +69,24 @@ class SplitSize:
 class SplitWriter:
     """Writes the files of a split; groups are appended."""
 
-    def __init__(self, folder: Path, vocab_size: int, seq_len: int) -> None:
-        """Make the folder and empty files.
+    def __init__(self, folder: Path, vocab_size: int, seq_len: int, stack: ExitStack) -> None:
+        """Create the folder and empty files, which `stack` closes.
 
         Raises:
             OSError: they cannot be written.
         """
         folder.mkdir()
         self._folder, self._vocab_size, self._seq_len = folder, vocab_size, seq_len
-        tokens = np.min_scalar_type(vocab_size - 1)
-        with ExitStack() as stack:
-            self._files = {
-                name: stack.enter_context(
-                    IntegersFile(
-                        folder / array_name(SET, name),
-                        tokens if name in ("inputs", "labels") else np.int32,
-                        (seq_len,) if name in ("inputs", "labels") else (),
-                    )
-                )
-                for name in ARRAYS
-            }
-            for name in ("puzzle_indices", "group_indices"):
-                self._files[name].append([0])
-            self._closing = stack.pop_all()
+        self._files = {}
+        for name in ARRAYS:
+            path = folder / array_name(SET, name)
+            if name in ("inputs", "labels"):
+                file = IntegersFile(path, np.min_scalar_type(vocab_size - 1), (seq_len,))
+            else:
+                file = IntegersFile(path, np.int32)
+            self._files[name] = stack.enter_context(file)
+        for name in ("puzzle_indices", "group_indices"):
+            self._files[name].append([0])
 
     def add(self, group: Sequence[Puzzle]) -> None:
         """Append a group: an original and its augmentations, at least one puzzle.
@@ -110,15 +105,15 @@ class SplitWriter:
 
     @property
     def size(self) -> SplitSize:
-        """What has been appended."""
+        """The size of what has been appended."""
         return SplitSize(
             self._files["group_indices"].num_rows - 1,
             self._files["puzzle_identifiers"].num_rows,
             self._files["inputs"].num_rows,
         )
 
-    def finish(self, num_identifiers: int) -> None:
-        """Close the arrays and write `dataset.json`.
+    def write_metadata(self, num_identifiers: int) -> None:
+        """Write `dataset.json`.
 
         Raises:
             DataError: the split has no groups.
@@ -127,7 +122,6 @@ class SplitWriter:
         size = self.size
         if not size.num_groups:
             raise DataError(f"{self._folder.name}: has no puzzles; ask for at least one")
-        self._closing.close()
         metadata = Metadata(
             pad_id=PAD_ID,
             ignore_label_id=PAD_ID,
@@ -140,63 +134,52 @@ class SplitWriter:
             sets=(SET,),
         )
         _write_json(self._folder / METADATA_FILE, asdict(metadata))
-        sync_folder(self._folder)
-
-    def give_up(self, error: BaseException) -> None:
-        """Close the files as they are; nobody can read them."""
-        self._closing.__exit__(type(error), error, None)
 
 
 class DatasetWriter:
     """Writes both splits of a dataset.
 
     Attributes:
-        identifiers: names of puzzle identifiers so far; the first is that of no puzzle.
+        identifiers: names of puzzle identifiers so far; the first one is no puzzle's.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, seq_len: int) -> None:
-        """As `new_dataset`, which makes it."""
+    def __init__(self, folder: Path, vocab_size: int, seq_len: int, stack: ExitStack) -> None:
+        """Create both splits, see `SplitWriter`."""
         self.identifiers = [BLANK_IDENTIFIER]
-        self._folder = folder
-        self._splits: dict[str, SplitWriter] = {}
-        for split in SPLITS:
-            self._splits[split] = SplitWriter(folder / split, vocab_size, seq_len)
+        self._splits = {
+            split: SplitWriter(folder / split, vocab_size, seq_len, stack) for split in SPLITS
+        }
 
     def add(self, split: str, group: Sequence[Puzzle]) -> None:
         """Append a group to `train` or `test`; see `SplitWriter.add`."""
         self._splits[split].add(group)
 
     def identifier(self, name: str) -> int:
-        """A new identifier's number; the name tells what it stands for."""
+        """The number of a new identifier."""
         self.identifiers.append(name)
         return len(self.identifiers) - 1
 
     @property
     def sizes(self) -> dict[str, SplitSize]:
-        """What has been written, by split."""
+        """The size of each split."""
         return {split: writer.size for split, writer in self._splits.items()}
 
-    def finish(self) -> None:
-        """Write what is left; see `SplitWriter.finish`."""
+    def write_metadata(self, folder: Path) -> None:
+        """Write the names of identifiers, and `dataset.json` of each split."""
         for writer in self._splits.values():
-            writer.finish(len(self.identifiers))
-        _write_json(self._folder / IDENTIFIERS_FILE, self.identifiers)
-
-    def give_up(self, error: BaseException) -> None:
-        """Close all files as they are."""
-        for writer in self._splits.values():
-            writer.give_up(error)
+            writer.write_metadata(len(self.identifiers))
+        _write_json(folder / IDENTIFIERS_FILE, self.identifiers)
 
 
 @contextmanager
 def new_dataset(
     folder: Path, vocab_size: int, seq_len: int, *, overwrite: bool = False
 ) -> Iterator[DatasetWriter]:
-    """A dataset that takes the place of `folder` at the end, or leaves all as it was.
+    """A writer of a dataset that replaces `folder` at the end, or leaves it unchanged on errors.
 
-    It is written to a hidden folder beside. If `folder` has the same content already, it stays.
-    Replacing another one takes two renames: whoever is killed between them leaves the old dataset
-    under a hidden name beside, `.<name>.<random>.tmp`.
+    It is written to a hidden folder beside `folder`, which stays if it has the same content
+    already. Replacing another dataset takes two renames: a process that is killed between them
+    leaves the old dataset under a hidden name beside, `.<name>.<random>.tmp`.
 
     Args:
         folder: folder of the dataset; the folder above it is created if need be.
@@ -208,22 +191,20 @@ def new_dataset(
         DataError: the folder holds something else than a dataset, or another dataset and
             `overwrite` is not set; a split has no puzzles; or something cannot be written.
     """
-    place = Path(os.path.abspath(folder)).resolve()
-    temporary = temporary_beside(place)
+    target = Path(os.path.abspath(folder)).resolve()
+    temporary = temporary_beside(target)
     try:
-        # Asked before the work too: it may take an hour.
-        _check_own(place, folder)
-        place.parent.mkdir(parents=True, exist_ok=True)
+        # Checked before the work too, which may take an hour.
+        _check_own(target, folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
-        writer = DatasetWriter(temporary, vocab_size, seq_len)
-        try:
+        with ExitStack() as stack:
+            writer = DatasetWriter(temporary, vocab_size, seq_len, stack)
             yield writer
-            writer.finish()
-        except BaseException as error:
-            writer.give_up(error)
-            raise
-        sync_folder(temporary)
-        _put(temporary, place, folder, overwrite)
+            writer.write_metadata(temporary)
+        for written in (*(temporary / split for split in SPLITS), temporary):
+            sync_folder(written)
+        _move(temporary, target, folder, overwrite)
     except OSError as error:
         raise DataError(f"{folder}: cannot be written: {error.strerror or error}") from error
     finally:
@@ -238,52 +219,49 @@ def content_digest(folder: Path) -> str:
     """
     sha = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
-        if path.is_dir():
-            continue
-        sha.update(f"{path.relative_to(folder).as_posix()}\0{path.stat().st_size}\0".encode())
-        with open_to_read(path, follow_links=True) as file:
-            while block := file.read(_BLOCK_BYTES):
-                sha.update(block)
+        if not path.is_dir():
+            sha.update(f"{path.relative_to(folder).as_posix()}\0{path.stat().st_size}\0".encode())
+            with open_to_read(path, follow_links=True) as file:
+                while block := file.read(_BLOCK_BYTES):
+                    sha.update(block)
     return sha.hexdigest()
 
 
-def _put(temporary: Path, place: Path, folder: Path, overwrite: bool) -> None:
-    """Give a finished dataset its name."""
-    _check_own(place, folder)
-    old = temporary_beside(place)
-    if place.exists() and any(place.iterdir()):
-        if content_digest(place) == content_digest(temporary):
+def _move(temporary: Path, target: Path, folder: Path, overwrite: bool) -> None:
+    """Rename a finished dataset, unless its target has the same content already."""
+    _check_own(target, folder)
+    old = temporary_beside(target)
+    if target.exists() and any(target.iterdir()):
+        if content_digest(target) == content_digest(temporary):
             return
         if not overwrite:
             raise DataError(
                 f"{folder}: holds another dataset; choose another folder, or --overwrite"
             )
-        place.rename(old)
+        target.rename(old)
     try:
-        temporary.rename(place)
+        temporary.rename(target)
     except OSError:
         if old.exists():
-            old.rename(place)
+            old.rename(target)
         raise
-    sync_folder(place.parent)
+    sync_folder(target.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _check_own(place: Path, folder: Path) -> None:
-    """There is nothing that is not a dataset's: what is overwritten is deleted.
+def _check_own(target: Path, folder: Path) -> None:
+    """Check that a folder holds nothing but a dataset, since replacing it deletes its files.
 
     Raises:
-        DataError: there is, or a file where a folder must be.
+        DataError: it holds other files, or there is a file where a folder must be.
     """
     for parent in Path(folder).parents:
         if parent.exists() and not parent.is_dir():
             raise DataError(f"{folder}: {parent} is a file; give a folder that can be made")
-    if not place.exists():
-        return
-    if not place.is_dir():
+    if target.exists() and not target.is_dir():
         raise DataError(f"{folder}: is a file; give a folder")
-    for path in place.rglob("*"):
-        name = path.relative_to(place).as_posix()
+    for path in target.rglob("*"):
+        name = path.relative_to(target).as_posix()
         if not _OWN_FILE.fullmatch(name):
             raise DataError(
                 f"{folder}: holds {name}, which is no part of a dataset; choose another folder"

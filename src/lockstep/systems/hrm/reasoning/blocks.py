@@ -1,4 +1,4 @@
-"""What reasoning models are built of: blocks of attention and gated layers, normed behind sums."""
+"""Blocks of reasoning models: attention and gated layers, with norms after the residual sums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.errors import ConfigError
 AttentionKind = Literal["fused", "plain"]
 
 _CUT = 2.0
-"""Start values lie within so many standard deviations of the normal that is truncated."""
+"""Standard deviations of the normal distribution at which initial values are truncated."""
 
 
 def check_sizes(**sizes: int) -> None:
@@ -43,9 +43,9 @@ def truncated_std(cut: float = _CUT) -> float:
 def truncated_normal_(tensor: Tensor, std: float) -> Tensor:
     """Fill a tensor from a normal truncated at two of its standard deviations.
 
-    `std` is that of what is drawn, not of the normal before it is truncated, as it is for
-    `torch.nn.init.trunc_normal_`: the normal is wider by 1 / `truncated_std()`. Drawn from torch's
-    global generator by the inverse of the distribution, so always one number for each element.
+    Unlike in `torch.nn.init.trunc_normal_`, `std` is that of the truncated distribution, so the
+    normal before truncation is wider by 1 / `truncated_std()`. Samples come from torch's global
+    generator by inversion, so always one number for each element.
 
     Args:
         tensor: any shape, of floating-point numbers; changed in place.
@@ -58,7 +58,7 @@ def truncated_normal_(tensor: Tensor, std: float) -> Tensor:
     with torch.no_grad():
         drawn = torch.empty_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
         drawn.uniform_(-bound, bound).erfinv_().mul_(math.sqrt(2) * wide)
-        # The inverse is rounded: at the ends it may be a little outside.
+        # The rounded inverse may be slightly outside at the ends.
         return tensor.copy_(drawn.clamp_(-_CUT * wide, _CUT * wide))
 
 
@@ -70,7 +70,7 @@ def linear(in_features: int, out_features: int) -> nn.Linear:
 
 
 def embed(table: nn.Embedding, ids: Tensor) -> Tensor:
-    """Rows of a table, times √dim: of unit variance for rows of standard deviation 1/√dim.
+    """Rows of a table, times √dim: unit variance for rows of standard deviation 1/√dim.
 
     Args:
         table: [num, dim].
@@ -89,7 +89,7 @@ def rms_norm(x: Tensor, eps: float = 1e-5) -> Tensor:
     Zhang and Sennrich 2019, "Root Mean Square Layer Normalization" (arXiv:1910.07467).
 
     Args:
-        x: [..., dim]; float64 is computed in float64.
+        x: [..., dim]; float64 stays float64.
         eps: added to the mean of squares.
 
     Returns:
@@ -103,9 +103,9 @@ def rms_norm(x: Tensor, eps: float = 1e-5) -> Tensor:
 def rotary_tables(num_positions: int, head_dim: int, theta: float = 10000.0) -> Tensor:
     """Cosines and sines of rotary positions: [2, num_positions, head_dim], float32.
 
-    Su et al. 2021, "RoFormer" (arXiv:2104.09864): pair i of position p is turned by the angle
+    Su et al. 2021, "RoFormer" (arXiv:2104.09864): pair i of position p is rotated by the angle
     p · theta^(-2i / head_dim). The two elements of pair i are i and i + head_dim / 2, so both
-    halves of a table are alike.
+    halves of a table are equal.
 
     Raises:
         ConfigError: head_dim is odd.
@@ -119,7 +119,7 @@ def rotary_tables(num_positions: int, head_dim: int, theta: float = 10000.0) -> 
 
 
 def rotate(x: Tensor, tables: Tensor) -> Tensor:
-    """Queries or keys, turned by their positions; computed in float32.
+    """Queries or keys, rotated by their positions; computed in float32.
 
     Args:
         x: [..., positions, head_dim].
@@ -130,25 +130,25 @@ def rotate(x: Tensor, tables: Tensor) -> Tensor:
     """
     wide = x.to(torch.promote_types(x.dtype, tables.dtype))
     first, second = wide.chunk(2, -1)
-    turned = wide * tables[0] + torch.cat([-second, first], -1) * tables[1]
-    return turned.to(x.dtype)
+    rotated = wide * tables[0] + torch.cat([-second, first], -1) * tables[1]
+    return rotated.to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Attention of every token to all of its sample, by several heads, without biases.
+    """Attention of every token to all tokens of its sample, by several heads, without biases.
 
     Attributes:
-        qkv: queries, keys and values of all heads, from one linear layer.
-        out: linear layer behind the heads.
-        kind: `fused`: `F.scaled_dot_product_attention`, which chooses a kernel; `plain`: products
-            and a softmax, whose order of sums depends on no choice.
+        qkv: linear layer to the queries, keys and values of all heads.
+        out: linear layer after the heads.
+        kind: `fused`: `F.scaled_dot_product_attention`, which selects a kernel; `plain`: products
+            and a softmax, whose order of summation does not depend on a kernel.
     """
 
     def __init__(self, dim: int, num_heads: int, kind: AttentionKind = "fused") -> None:
-        """A layer with random start values.
+        """A layer with random initial values.
 
         Raises:
-            ConfigError: dim is no multiple of num_heads, or there is no such kind.
+            ConfigError: dim is not a multiple of num_heads, or there is no such kind.
         """
         super().__init__()
         check_sizes(dim=dim, num_heads=num_heads)
@@ -175,7 +175,7 @@ class Attention(nn.Module):
 
 
 def gated_width(dim: int, expansion: float, multiple: int = 256) -> int:
-    """The inner width of `SwiGLU`: expansion · dim · 2/3, up to the next multiple."""
+    """The inner width of `SwiGLU`: expansion · dim · 2/3, rounded up to a multiple."""
     return max(1, math.ceil(round(expansion * dim * 2 / 3) / multiple)) * multiple
 
 
@@ -183,12 +183,12 @@ class SwiGLU(nn.Module):
     """down(silu(gate(x)) · up(x)) along the last dim (Shazeer 2020, arXiv:2002.05202).
 
     Attributes:
-        gate_up: both inner layers, from one linear layer.
+        gate_up: both inner layers as one linear layer.
         down: linear layer back to dim.
     """
 
     def __init__(self, dim: int, expansion: float = 4.0, multiple: int = 256) -> None:
-        """A layer with random start values, of inner width `gated_width`.
+        """A layer with random initial values, of inner width `gated_width`.
 
         Raises:
             ConfigError: a size is not positive.
@@ -208,7 +208,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """A block of a transformer that norms behind its sums: h = rms(h + f(h)), twice.
+    """A transformer block with norms after its sums: h = rms(h + f(h)), twice.
 
     Attributes:
         mixer: mixes tokens: `Attention`, or a `SwiGLU` along the tokens.
@@ -220,19 +220,19 @@ class Block(nn.Module):
         self.mixer, self.gated = mixer, gated
 
     def forward(self, h: Tensor, tables: Tensor | None) -> Tensor:
-        """[B, S, dim] to [B, S, dim], with the tables of positions that attention takes."""
+        """[B, S, dim] to [B, S, dim]; attention needs the tables of positions."""
         if isinstance(self.mixer, Attention):
             assert tables is not None
             h = rms_norm(h + self.mixer(h, tables).to(h.dtype))
         else:
-            # The norm is along the tokens too: as published, the whole half block is transposed.
-            turned = h.transpose(1, 2)
-            h = rms_norm(turned + self.mixer(turned).to(h.dtype)).transpose(1, 2)
+            # The norm is along the tokens too: the published code transposes the whole half block.
+            transposed = h.transpose(1, 2)
+            h = rms_norm(transposed + self.mixer(transposed).to(h.dtype)).transpose(1, 2)
         return rms_norm(h + self.gated(h).to(h.dtype))
 
 
 class Blocks(nn.Module):
-    """Blocks behind a sum of a state and what is injected into it."""
+    """Blocks after the sum of a state and its injection."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         super().__init__()

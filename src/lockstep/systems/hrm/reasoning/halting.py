@@ -1,8 +1,8 @@
-"""Adaptive computation: slots of examples until they halt, and the losses of answers.
+"""Adaptive computation time: slots that hold examples until they halt, and losses of answers.
 
 Graves 2016 (arXiv:1603.08983) in the form of the hierarchical reasoning model (arXiv:2506.21734): a
-step is one segment of all slots; whoever has halted takes a new example before the next one. All
-here are functions of tensors that wait for no device.
+step is one segment of all slots; a slot that has halted takes a new example before the next step.
+All functions here are of tensors, and do not synchronise with the device.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from torch import Tensor
 
 from lockstep.errors import ConfigError, TaskError
 
+IGNORED = -100
+"""The label of a token that has no right answer; torch's own default."""
+
 
 def refill(
     halted: Tensor, current: Mapping[str, Tensor], fresh: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """What slots go on with: the new where they have halted, else what they have.
+    """The next content of slots: new examples where they have halted, else the current ones.
 
     Args:
         halted: bool [B].
@@ -55,23 +58,22 @@ def draw_min_steps(
     probability: float = 0.1,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The least number of segments before each slot may halt: for most 0, for some a random one.
+    """The minimum number of segments before each slot may halt: 0 for most, random for some.
 
-    This is how training explores what more segments would bring. Two numbers are drawn for each
-    slot from the device's global generator, whatever slots do: so what is drawn later does not
-    depend on them.
+    So training explores the effect of more segments. Two numbers are always drawn for each slot
+    from the device's global generator, so later draws do not depend on the slots.
 
     Args:
         num_slots: number of slots B.
-        max_steps: the greatest number that is drawn; the smallest is 2.
-        probability: that of a random number.
-        device: where it is drawn.
+        max_steps: the largest number that is drawn; the smallest is 2.
+        probability: probability of a random number.
+        device: device of the draws.
 
     Returns:
         int64 [B].
 
     Raises:
-        ConfigError: max_steps is below 1, or probability is none.
+        ConfigError: max_steps is below 1, or probability is not within 0 … 1.
     """
     _check_max_steps(max_steps)
     if not 0 <= probability <= 1:
@@ -92,16 +94,17 @@ def halts(
 ) -> Tensor:
     """Which slots halt after this segment.
 
-    A slot halts at `max_steps`; in training also if it would rather halt than go on, but not before
-    `min_steps`. Evaluations go on to `max_steps`, unless `early` has them halt as training does.
+    A slot halts at `max_steps`; in training also if its logit of halting is above that of going on,
+    but not before `min_steps`. Evaluations go on to `max_steps`, unless `early` lets them halt as
+    in training.
 
     Args:
         q_halt: logits of halting [B].
-        q_continue: logits of going on [B]; None for a model without, which halts above 0.
-        steps: segments of each slot with this one, integers [B].
+        q_continue: logits of going on [B]; None for a model without them, which halts above 0.
+        steps: number of segments of each slot, including this one, integers [B].
         max_steps: segments after which every slot halts.
         is_training: whether slots may halt by themselves.
-        min_steps: from `draw_min_steps`, [B]; None for none. In training only.
+        min_steps: from `draw_min_steps`, [B], for training; None for no minimum.
         early: whether slots may halt by themselves in an evaluation.
 
     Returns:
@@ -121,12 +124,13 @@ def halts(
 
 
 def continue_target(next_q_halt: Tensor, next_q_continue: Tensor, is_last: Tensor) -> Tensor:
-    """What going on is worth: the probability that the next segment gives, a constant.
+    """The target of going on: the probability from the next segment, without gradient.
 
     Args:
         next_q_halt: logits of halting after one more segment [B].
         next_q_continue: logits of going on after it [B].
-        is_last: whether a slot has had its last segment, so that the next one would halt; bool [B].
+        is_last: whether a slot has finished its last segment, so that the next one would halt; bool
+            [B].
 
     Returns:
         [B], in 0 … 1, float32.
@@ -138,51 +142,42 @@ def continue_target(next_q_halt: Tensor, next_q_continue: Tensor, is_last: Tenso
 def halting_loss(q: Tensor, target: Tensor) -> Tensor:
     """Binary cross-entropy of logits, for each slot.
 
-    Of logits of halting the target is whether the answer is right (`losses.exact`), of those of
-    going on it is `continue_target`.
+    The target of logits of halting is whether the answer is right (`exact`), and that of logits of
+    going on is `continue_target`.
 
     Args:
         q: logits [B].
         target: bool, or probabilities, [B].
 
     Returns:
-        [B], float32; float64 for logits of float64.
+        [B], float32; float64 for float64 logits.
     """
     wide = q.to(torch.promote_types(q.dtype, torch.float32))
     target = target.detach().to(wide.dtype)
     return F.binary_cross_entropy_with_logits(wide, target, reduction="none")
 
 
-def _check_max_steps(max_steps: int) -> None:
-    if max_steps < 1:
-        raise ConfigError(f"max_steps={max_steps}: must be at least 1")
-
-
-IGNORED = -100
-"""The label of a token that has no right answer; torch's own default."""
-
-
 def stablemax_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross-entropy of the probabilities s(x) / Σ s(x), in float64.
 
     Prieto et al. 2025, "Grokking at the Edge of Numerical Stability" (arXiv:2501.04697):
-    s(x) = x + 1 for x ≥ 0 and 1 / (1 - x) below, which grows too slowly to saturate. Published code
-    adds 1e-30 to that denominator, which changes no bit of it, for it is above 1.
+    s(x) = x + 1 for x ≥ 0 and 1 / (1 - x) below, which grows too slowly to saturate. The published
+    code adds 1e-30 to that denominator, which changes no bit, since it is above 1.
 
     Args:
         logits: [B, L, V].
         labels: integers [B, L] in 0..V-1, or `IGNORED`.
 
     Returns:
-        [B]: means over the labels that are not ignored, 0 where all are; float32, or float64 for
-        logits of float64.
+        [B]: means over the labels that are not ignored, 0 if all are; float32, or float64 for
+        float64 logits.
 
     Raises:
         TaskError: shapes do not fit.
     """
     valid = _valid(logits, labels)
     wide = logits.double()
-    # Clamped, so that the branch that is not taken has no pole at 1.
+    # Clamped, since the gradient of the branch that is not taken would be NaN at its pole, 1.
     weights = torch.where(wide < 0, 1 / (1 - wide.clamp(max=0)), wide + 1)
     chosen = _chosen(weights, labels, valid)
     return _mean(weights.sum(-1).log() - chosen.log(), valid, logits)
@@ -220,11 +215,11 @@ def exact(logits: Tensor, labels: Tensor) -> Tensor:
         TaskError: shapes do not fit.
     """
     valid = _valid(logits, labels)
-    return (_is_right(logits, labels) | ~valid).all(-1) & valid.any(-1)
+    return ((logits.argmax(-1) == labels) | ~valid).all(-1) & valid.any(-1)
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
-    """The part of a sample's labels that is predicted; 0 for a sample without labels.
+    """The fraction of a sample's labels that is predicted; 0 for a sample without labels.
 
     Args:
         logits: [B, L, V].
@@ -237,7 +232,7 @@ def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
         TaskError: shapes do not fit.
     """
     valid = _valid(logits, labels)
-    right = (_is_right(logits, labels) & valid).sum(-1)
+    right = ((logits.argmax(-1) == labels) & valid).sum(-1)
     return right.float() / valid.sum(-1).clamp(min=1)
 
 
@@ -250,10 +245,6 @@ def _valid(logits: Tensor, labels: Tensor) -> Tensor:
     return labels != IGNORED
 
 
-def _is_right(logits: Tensor, labels: Tensor) -> Tensor:
-    return logits.argmax(-1) == labels
-
-
 def _chosen(values: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
     """The value [B, L] of each label, and of token 0 where it is ignored."""
     index = torch.where(valid, labels, 0).long()
@@ -264,3 +255,8 @@ def _mean(losses: Tensor, valid: Tensor, logits: Tensor) -> Tensor:
     kept = torch.where(valid, losses, 0)
     mean = kept.sum(-1) / valid.sum(-1).clamp(min=1)
     return mean.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _check_max_steps(max_steps: int) -> None:
+    if max_steps < 1:
+        raise ConfigError(f"max_steps={max_steps}: must be at least 1")

@@ -1,4 +1,4 @@
-"""The hierarchical and the tiny recursive reasoning model, and which one a run trains."""
+"""The hierarchical and the tiny recursive reasoning model."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
-from lockstep.nn import SparseEmbedding
-from lockstep.optim import RowSignSGD
-from lockstep.systems.hrm.config import HrmConfig
-from lockstep.systems.hrm.puzzles import Puzzles
+from lockstep.systems.hrm.reasoning.base import ReasoningModel, Sizes
 from lockstep.systems.hrm.reasoning.blocks import check_sizes
-from lockstep.systems.hrm.reasoning.frame import ReasoningModel, Sizes
+
+Mixing = Literal["attention", "mlp"]
 
 
 class HierarchicalModel(ReasoningModel):
@@ -39,7 +37,7 @@ class HierarchicalModel(ReasoningModel):
         l_cycles: int = 2,
         puzzles: nn.Module | None = None,
     ) -> None:
-        """A model with random start values.
+        """A model with random initial values.
 
         Args:
             sizes: sizes of the model.
@@ -47,7 +45,8 @@ class HierarchicalModel(ReasoningModel):
             l_blocks: blocks of L.
             h_cycles: steps of H in a segment.
             l_cycles: steps of L for each one of H.
-            puzzles: table of the rows of puzzles; None for a model that is given rows, or none.
+            puzzles: table of the rows of puzzles; None for a model that gets rows from its caller,
+                or none.
 
         Raises:
             ConfigError: a number is below 1, or sizes do not fit together.
@@ -71,17 +70,14 @@ class HierarchicalModel(ReasoningModel):
         return z_H, z_L
 
 
-Mixing = Literal["attention", "mlp"]
-
-
 class RecursiveModel(ReasoningModel):
     """One network for both states, trained by the gradient of a whole recursion.
 
     Jolicoeur-Martineau 2025, "Less is More: Recursive Reasoning with Tiny Networks"
     (arXiv:2510.04871). A recursion has `num_updates` steps z ← net(x + y + z) of the latent state,
     then y ← net(y + z) for the answer. A segment has `num_recursions`, all but the last without
-    gradient. It halts by one logit: no second pass asks what going on is worth. The state `z_H` is
-    y and `z_L` is z.
+    gradient. It halts by one logit, without a second pass for the value of going on. The state
+    `z_H` is y and `z_L` is z.
 
     Attributes:
         net: blocks of the network.
@@ -98,7 +94,7 @@ class RecursiveModel(ReasoningModel):
         mixing: Mixing = "attention",
         puzzles: nn.Module | None = None,
     ) -> None:
-        """A model with random start values.
+        """A model with random initial values.
 
         Args:
             sizes: sizes of the model.
@@ -107,7 +103,8 @@ class RecursiveModel(ReasoningModel):
             num_updates: steps of the latent state in a recursion.
             mixing: how tokens are mixed: `attention` with rotary positions, or `mlp`, a gated layer
                 along the tokens, which suits small examples of a fixed length, such as Sudokus.
-            puzzles: table of the rows of puzzles; None for a model that is given rows, or none.
+            puzzles: table of the rows of puzzles; None for a model that gets rows from its caller,
+                or none.
 
         Raises:
             ConfigError: a number is below 1, sizes do not fit together, or there is no such mixing.
@@ -131,35 +128,3 @@ class RecursiveModel(ReasoningModel):
         for _ in range(self.num_updates):
             z = self.net(z, y + x, self.tables)
         return self.net(y, z, self.tables), z
-
-
-def model_of(config: HrmConfig, puzzles: Puzzles) -> ReasoningModel:
-    """The model that `config.model` names, for the tokens and identifiers of puzzles.
-
-    Raises:
-        ConfigError: sizes do not fit together.
-    """
-    has_rows = config.puzzle_ids
-    sizes = Sizes(
-        puzzles.vocabulary,
-        puzzles.length,
-        config.dim,
-        config.num_heads,
-        config.expansion,
-        config.inner_multiple,
-        config.row_dim if has_rows else 0,
-        config.puzzle_tokens if has_rows else None,
-    )
-    table = _table(config, puzzles.num_identifiers) if has_rows else None
-    blocks, high, low = config.num_blocks, config.high_cycles, config.low_cycles
-    if config.model == "hierarchical":
-        return HierarchicalModel(sizes, blocks, blocks, high, low, table)
-    return RecursiveModel(sizes, blocks, high, low, config.mixing, table)
-
-
-def _table(config: HrmConfig, num_identifiers: int) -> SparseEmbedding:
-    """Rows that begin as zeros, and go by the sign of their gradient, as published."""
-    lr = config.scaled(config.puzzle_lr)
-    return SparseEmbedding(
-        num_identifiers, config.row_dim, RowSignSGD(lr, config.puzzle_weight_decay)
-    )

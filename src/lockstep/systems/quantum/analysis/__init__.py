@@ -1,1 +1,1 @@
-"""What an ansatz can do: its gradients, its states and their entanglement, over random angles."""
+"""Properties of ansätze over random angles: gradients, expressibility and entanglement."""

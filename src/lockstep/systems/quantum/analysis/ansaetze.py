@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
+from itertools import count
 from types import MappingProxyType
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,7 +30,7 @@ def random_angles(circuit: Circuit, samples: int, seed: int) -> Tensor:
         seed: seed of the draws, from 0 to 2^63 - 1.
 
     Raises:
-        ConfigError: an argument is out of range or no such thing.
+        ConfigError: an argument is out of range or of the wrong type.
     """
     if not isinstance(circuit, Circuit):
         raise ConfigError(f"needs a Circuit, not {kind_of(circuit)}")
@@ -42,7 +44,7 @@ def random_angles(circuit: Circuit, samples: int, seed: int) -> Tensor:
 
 
 def chunks(angles: Tensor, circuit: Circuit) -> Iterator[Tensor]:
-    """The rows of angles [samples, num_parameters], as many at a time as are quick to simulate."""
+    """The rows of angles [samples, num_parameters], a batch at a time that is quick to simulate."""
     rows = max(1, _AMPLITUDES >> circuit.num_qubits)
     for first in range(0, len(angles), rows):
         yield angles[first : first + rows]
@@ -70,29 +72,29 @@ def random_states(
 
 
 Ansatz = Callable[[int, int, int], Circuit]
-"""A circuit from a number of qubits, a number of layers and a seed, which most do not need."""
+"""A circuit from a number of qubits, a number of layers and a seed, which most do not use."""
 
 
 def idle(num_qubits: int, num_layers: int, seed: int = 0) -> Circuit:
-    """No gate at all: the least expressive circuit (Sim et al. 2019, figure 1)."""
+    """No gates: the least expressive circuit (Sim et al. 2019, figure 1)."""
     return _checked(num_qubits, num_layers, iter(()))
 
 
 def rx_rz(num_qubits: int, num_layers: int, seed: int = 0) -> Circuit:
     """RX and RZ on each qubit; never entangled (Sim et al. 2019, circuit 1)."""
-    return _checked(num_qubits, num_layers, _turns(num_qubits, num_layers, ("rx", "rz"), None))
+    return _rotations(num_qubits, num_layers, ("rx", "rz"), None)
 
 
 def rx_rz_cx(num_qubits: int, num_layers: int, seed: int = 0) -> Circuit:
     """RX and RZ on each qubit, then CNOTs from each to the one below (Sim et al., circuit 2)."""
-    return _checked(num_qubits, num_layers, _turns(num_qubits, num_layers, ("rx", "rz"), "cx"))
+    return _rotations(num_qubits, num_layers, ("rx", "rz"), "line")
 
 
 def h_cz_rx(num_qubits: int, num_layers: int, seed: int = 0) -> Circuit:
     """H on each qubit, CZ between neighbours, RX on each (Sim et al. 2019, circuit 9)."""
 
     def gates() -> Iterator[Gate]:
-        numbers = iter(range(num_layers * num_qubits))
+        numbers = count()
         for _ in range(num_layers):
             yield from (gate("h", qubit) for qubit in range(num_qubits))
             yield from (gate("cz", q + 1, q) for q in reversed(range(num_qubits - 1)))
@@ -104,8 +106,7 @@ def h_cz_rx(num_qubits: int, num_layers: int, seed: int = 0) -> Circuit:
 
 def ring(num_qubits: int, num_layers: int, seed: int = 0) -> Circuit:
     """RX, RY and RZ on each qubit, then CNOTs around the ring."""
-    turns = _turns(num_qubits, num_layers, ("rx", "ry", "rz"), "ring")
-    return _checked(num_qubits, num_layers, turns)
+    return _rotations(num_qubits, num_layers, ("rx", "ry", "rz"), "ring")
 
 
 def random_axes(num_qubits: int, num_layers: int, seed: int = 0) -> Circuit:
@@ -115,7 +116,7 @@ def random_axes(num_qubits: int, num_layers: int, seed: int = 0) -> Circuit:
     """
 
     def gates() -> Iterator[Gate]:
-        source, numbers = random.Random(seed), iter(range(num_layers * num_qubits))
+        source, numbers = random.Random(seed), count()
         yield from (gate("ry", qubit, angle=math.pi / 4) for qubit in range(num_qubits))
         for _ in range(num_layers):
             for qubit in range(num_qubits):
@@ -145,16 +146,20 @@ def _checked(num_qubits: int, num_layers: int, gates: Iterator[Gate]) -> Circuit
     return Circuit(num_qubits, gates)
 
 
-def _turns(
-    num_qubits: int, num_layers: int, names: tuple[str, ...], entangled: str | None
-) -> Iterator[Gate]:
-    """Layers of the named rotations of each qubit, with CNOTs along a line (`cx`) or a `ring`."""
-    numbers = iter(range(num_layers * num_qubits * len(names)))
-    for _ in range(num_layers):
-        for name in names:
-            for qubit in range(num_qubits):
-                yield gate(name, qubit, angle=parameter(next(numbers)))
-        if entangled == "cx":
-            yield from (gate("cx", q + 1, q) for q in reversed(range(num_qubits - 1)))
-        elif entangled == "ring" and num_qubits > 1:
-            yield from (gate("cx", q, (q + 1) % num_qubits) for q in range(num_qubits))
+def _rotations(
+    num_qubits: int, num_layers: int, names: tuple[str, ...], cnots: Literal["line", "ring"] | None
+) -> Circuit:
+    """Layers of the named rotations of each qubit, with CNOTs along a line or a ring."""
+
+    def gates() -> Iterator[Gate]:
+        numbers = count()
+        for _ in range(num_layers):
+            for name in names:
+                for qubit in range(num_qubits):
+                    yield gate(name, qubit, angle=parameter(next(numbers)))
+            if cnots == "line":
+                yield from (gate("cx", q + 1, q) for q in reversed(range(num_qubits - 1)))
+            elif cnots == "ring" and num_qubits > 1:
+                yield from (gate("cx", q, (q + 1) % num_qubits) for q in range(num_qubits))
+
+    return _checked(num_qubits, num_layers, gates())

@@ -1,7 +1,7 @@
-"""What an ansatz can do: the states it reaches, their entanglement, and barren plateaus.
+"""Properties of an ansatz: the states it reaches, their entanglement, and barren plateaus.
 
-Advanced Quantum Technologies 2, 1900070, equations 8 to 11: the distribution of fidelities of pairs
-of its states at random angles, beside that of pairs of Haar random states.
+Expressibility (Sim et al., Advanced Quantum Technologies 2, 1900070 (2019), equations 8 to 11)
+compares the fidelities of pairs of its states at random angles with those of Haar random states.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def meyer_wallach(states: Tensor) -> Tensor:
         Values [...], real; differentiable.
 
     Raises:
-        ConfigError: `states` is no such tensor.
+        ConfigError: `states` is not such a tensor.
     """
     num_qubits = qubits_of(states)
     purities = []
@@ -53,7 +53,7 @@ def entangling_capability(
     """The mean of `meyer_wallach` over random angles (Sim et al. 2019, equation 13).
 
     Args:
-        circuit: circuit to judge.
+        circuit: circuit to evaluate.
         samples: number of states, at least 2.
         seed: seed of the angles, from 0 to 2^63 - 1.
         device: device on which states are computed.
@@ -62,7 +62,7 @@ def entangling_capability(
         ConfigError: an argument is out of range, or a state does not fit into memory.
     """
     found = [meyer_wallach(states) for states in random_states(circuit, samples, seed, device)]
-    return max(0.0, float(torch.cat(found).mean()))  # rounding may lead below
+    return max(0.0, float(torch.cat(found).mean()))  # rounding may give less than 0
 
 
 def haar_entanglement(num_qubits: int) -> float:
@@ -81,7 +81,7 @@ def fidelities(
     """F = |<ψ(θ)|ψ(φ)>|² of pairs of random angles.
 
     Args:
-        circuit: circuit to judge.
+        circuit: circuit to evaluate.
         samples: number of pairs, at least 1.
         seed: seed of the angles, from 0 to 2^63 - 1.
         device: device on which states are computed.
@@ -101,7 +101,7 @@ def fidelities(
         overlaps = (both[0:paired:2].conj() * both[1:paired:2]).sum(-1)
         found.append(torch.view_as_real(overlaps).square().sum(-1))
         rest = both[paired:]
-    return torch.cat(found).clamp(max=1)  # rounding may lead beyond
+    return torch.cat(found).clamp(max=1)  # rounding may give more than 1
 
 
 def expressibility(
@@ -113,11 +113,11 @@ def expressibility(
 ) -> float:
     """The Kullback-Leibler divergence of the circuit's fidelities from the Haar distribution.
 
-    0 is as expressive as can be. Of a finite number of pairs, it is too great by about
+    0 is the most expressive. With a finite number of pairs, it is biased upwards by about
     (occupied bins - 1) / (2 · samples).
 
     Args:
-        circuit: circuit to judge.
+        circuit: circuit to evaluate.
         samples: number of pairs of states, at least 1.
         seed: seed of the angles, from 0 to 2^63 - 1.
         bins: number of equal bins of the fidelity, at least 2.
@@ -147,7 +147,7 @@ def divergence(frequencies: Tensor, num_qubits: int) -> float:
     bins = len(frequencies)
     power = (1 << num_qubits) - 1
     lower = torch.arange(bins, dtype=torch.float64) / bins
-    # ln((1 - l)^p - (1 - u)^p): far bins are too improbable for a float of 64 bits.
+    # ln((1 - l)^p - (1 - u)^p) directly: the last bins' probabilities underflow in float64.
     ratio = ((1 - lower - 1 / bins) / (1 - lower)).clamp(min=0)
     logarithms = power * torch.log1p(-lower) + torch.log1p(-(ratio**power))
     terms = torch.where(
@@ -241,7 +241,7 @@ def pauli_z(num_qubits: int, kind: Literal["local", "global"]) -> PauliSum:
 
 
 def two_design_variance(num_qubits: int) -> float:
-    """The variance where what is before the gate and what is behind it are 2-designs.
+    """The variance if the circuits before and after the gate are 2-designs.
 
     For a rotation exp(-iθP/2) about a Pauli string P and an observable that is a Pauli string:
     N² / (2 (N² - 1) (N + 1)) with N = 2^n; about 2^-n / 2 (from McClean et al. 2018, equation 7,

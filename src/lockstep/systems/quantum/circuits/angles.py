@@ -1,9 +1,9 @@
-"""Angles of gates: numbers, linear in one parameter, or any formula of several.
+"""Angles of gates: numbers, linear functions of one parameter, or formulas of several.
 
-x = [parameter(0), parameter(1)]
+    x = [parameter(0), parameter(1)]
     gate("p", 1, angle=2 * (math.pi - x[0]) * (math.pi - x[1]))
 
-Arithmetic that stays linear in one parameter gives an `Angle`, all other an `Expression`.
+Arithmetic that stays linear in one parameter gives an `Angle`, any other an `Expression`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,19 @@ def as_integer(value: object, name: str) -> int:
     return int(value.__index__())
 
 
+def as_number(value: object, name: str) -> float:
+    """A finite real number, as a float.
+
+    Raises:
+        ConfigError: the value is not one.
+    """
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise ConfigError(f"{name} must be a finite number, not {value!r}")
+    return float(value)
+
+
 def kind_of(value: object) -> str:
-    """The type of a value, for a message that another one is needed."""
+    """The type of a value, with the dtype and shape of a tensor, for error messages."""
     if isinstance(value, Tensor):
         return f"one of {value.dtype} {list(value.shape)}"
     return type(value).__name__
@@ -52,16 +63,16 @@ FUNCTIONS: Mapping[str, Callable[[float], float]] = MappingProxyType(
         "sign": lambda value: float((value > 0) - (value < 0)),
     }
 )
-"""The functions that an expression may hold, by their names in torch, for numbers."""
+"""The functions that an expression may contain: name in torch to function of a number."""
 
-_MOST_TERMS = 10_000
+_MAX_TERMS = 10_000
 """Most angles in one expression."""
-_DEEPEST = 100
-"""Most levels of an expression: each is a call on the way through it."""
+_MAX_DEPTH = 100
+"""Most levels of an expression: evaluating it is one recursive call for each."""
 
 
 class Formula:
-    """What angles and expressions have in common: arithmetic, functions, and a text."""
+    """Base of angles and expressions: arithmetic, functions, and the formula as text."""
 
     def __add__(self, other: Formula | float) -> Formula:
         """The sum with a number or another angle."""
@@ -178,9 +189,8 @@ class Angle(Formula):
         Raises:
             ConfigError: a number is not finite, or the index is not an integer from 0 on.
         """
-        for name, value in (("offset", self.offset), ("scale", self.scale)):
-            if not isinstance(value, Real) or not math.isfinite(value):
-                raise ConfigError(f"angle: {name} must be a finite number, not {value!r}")
+        as_number(self.offset, "angle: offset")
+        as_number(self.scale, "angle: scale")
         if self.index is not None and as_integer(self.index, "parameter") < 0:
             raise ConfigError(f"parameter {self.index}: must not be negative")
 
@@ -212,9 +222,9 @@ class Expression(Formula):
         """
         if self.operation not in ("add", "mul", "pow", *FUNCTIONS):
             raise ConfigError(f"expression: there is no operation {self.operation!r}")
-        if self.num_terms > _MOST_TERMS or self.depth > _DEEPEST:
+        if self.num_terms > _MAX_TERMS or self.depth > _MAX_DEPTH:
             raise ConfigError(
-                f"expression: at most {_MOST_TERMS:,} angles and {_DEEPEST} levels are supported"
+                f"expression: at most {_MAX_TERMS:,} angles and {_MAX_DEPTH} levels are supported"
             )
 
     @cached_property
@@ -224,7 +234,7 @@ class Expression(Formula):
 
     @cached_property
     def depth(self) -> int:
-        """Number of expressions in one another."""
+        """Levels of nested expressions."""
         return 1 + max(o.depth if isinstance(o, Expression) else 0 for o in self.operands)
 
     @cached_property
@@ -237,7 +247,7 @@ AnyAngle = Angle | Expression
 
 
 def parameter(index: int, scale: float = 1.0, offset: float = 0.0) -> Angle:
-    """The angle scale · θ[index] + offset, with which one can calculate.
+    """The angle scale · θ[index] + offset, which supports arithmetic and functions.
 
     Args:
         index: number of the parameter, from 0.
@@ -289,7 +299,7 @@ _SUM, _PRODUCT, _ATOM = range(3)
 
 
 def _written(angle: AnyAngle, name: Callable[[int], str]) -> tuple[str, int]:
-    """The text, and how strongly it holds together."""
+    """The text of an angle, and its precedence: whether it needs brackets in a larger formula."""
     if isinstance(angle, Angle):
         return _written_angle(angle, name)
     texts = [_written(operand, name) for operand in angle.operands]

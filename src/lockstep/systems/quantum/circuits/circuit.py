@@ -93,6 +93,11 @@ class Gate:
         """Controls, then the qubits it acts on."""
         return (*self.controls, *self.qubits)
 
+    @property
+    def parameters(self) -> tuple[int, ...]:
+        """Numbers of the parameters that its angle depends on, ascending."""
+        return () if self.angle is None else self.angle.parameters
+
     def controlled(self, *controls: int, state: Sequence[int] | None = None) -> Gate:
         """The gate with further controls, before those it has.
 
@@ -189,8 +194,7 @@ class Circuit:
                 raise ConfigError(f"gate {number}: must be a Gate, not {kind_of(each)}")
         if num_parameters is not None and as_integer(num_parameters, "num_parameters") < 0:
             raise ConfigError(f"num_parameters {num_parameters}: must not be negative")
-        indices = [i for g in given if g.angle for i in g.angle.parameters]
-        least = max(indices, default=-1) + 1
+        least = max((i for each in given for i in each.parameters), default=-1) + 1
         count = least if num_parameters is None else num_parameters
         for number, each in enumerate(given):
             if max(each.every_qubit) >= num_qubits:
@@ -219,17 +223,20 @@ class Circuit:
             Angles in radians, [..., len(with_angle)].
 
         Raises:
-            ConfigError: the parameters are no such tensor.
+            ConfigError: the parameters are not such a tensor.
         """
-        self.check_parameters(parameters)
-        return self._evaluation(parameters)
+        return self._evaluation(self.check_parameters(parameters))
 
-    def check_parameters(self, parameters: Tensor) -> None:
-        """Check that a tensor can hold parameters of this circuit.
+    def check_parameters(self, parameters: Tensor | None) -> Tensor:
+        """The parameters [..., num_parameters]; None stands for those of a circuit that has none.
 
         Raises:
-            ConfigError: it is not a real tensor [..., num_parameters].
+            ConfigError: they are not such a real tensor.
         """
+        if parameters is None:
+            if self.num_parameters:
+                raise ConfigError(f"the circuit needs {self.num_parameters} parameters")
+            return torch.zeros(0)
         if not isinstance(parameters, Tensor) or parameters.is_complex() or not parameters.dim():
             raise ConfigError(
                 f"parameters must be a real tensor [..., num_parameters], not {kind_of(parameters)}"
@@ -238,6 +245,7 @@ class Circuit:
             raise ConfigError(
                 f"{parameters.shape[-1]} parameters for a circuit of {self.num_parameters}"
             )
+        return parameters
 
     @cached_property
     def _evaluation(self) -> Evaluation:

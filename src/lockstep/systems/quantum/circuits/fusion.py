@@ -1,19 +1,19 @@
-"""Gates gathered into blocks, each of which passes over the state once.
+"""Gate fusion: gates are combined into blocks, each of which passes over the state once.
 
-A block acts on a few target qubits with a matrix that may be another one for each value of its
-control qubits. Applying it is a product of a small matrix with the state as a tall one, which BLAS
-does at full speed, and reads and writes memory once for many gates.
+A block acts on a few target qubits, with one matrix for each value of its control qubits. Applying
+it is a product of a small matrix with the state as a tall one, which BLAS does at full speed, and
+reads and writes memory once for many gates.
 
-The state's axes are kept in whatever order the next block wants: its controls in front, its
-targets at the back. Applying a block moves its targets to the front at no cost, for a product can
-as well be written transposed. In circuits whose gates go around a ring no other movement is needed.
+The state's axes are in the order that the next block needs: its controls first, its targets last.
+Applying a block moves its targets to the front at no cost, since the product can be written
+transposed. In circuits whose gates go around a ring no other permutation is needed.
 
-A state that begins as |0…0> has no axes at first: each qubit's is added before the first block that
+A state that starts as |0…0> has no axes at first: each qubit's is added before the first block that
 touches it. So the first layer of a circuit costs next to nothing.
 
 Over several ranks, the first axes are the bits of the rank's number. A control there costs nothing:
-it says which matrix the rank takes. When a target is there, the ranks' axes change places with the
-local ones that are a target last: each rank sends every other one an equal part of its state.
+it selects the rank's matrix. When a target is there, the ranks' axes are swapped with the local
+ones that are used as targets last: each rank sends every other one an equal part of its state.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ MAX_TARGETS = 4
 """Most target qubits of a fused block. A pass over the state costs 2^targets products for each
 amplitude, and one trip to memory."""
 MAX_VARYING_TARGETS = 2
-"""As `MAX_TARGETS`, where each state of a batch has its own matrix: that has to be made, too."""
+"""As `MAX_TARGETS`, where each state of a batch has its own matrix, which takes time to compute."""
 MAX_CONTROLS = 1
 """Most control qubits of a fused block, unless a single gate has more."""
 
 Move = list[int] | int | None
 """A permutation of the local axes; or the number of qubits in |0> whose axes are added behind them;
-or None: the ranks' axes change places with the first local ones."""
+or None: the ranks' axes are swapped with the first local ones."""
 
 
 @dataclass
@@ -45,11 +45,11 @@ class Block:
         gates: each gate with its number among the gates that have an angle, or -1 without one.
         targets: target qubits, high bit first; their axes are the last of the state.
         controls: control qubits, high bit first; their axes are the first of the state.
-        after: the targets in the order in which their axes come to lie in front.
+        after: the targets in the order of their axes after the block, which are the first.
         moves: moves of the state's axes before the block is applied.
         rank_controls: bits of the rank's number, counted from the high one, that are the first
             controls.
-        varies: whether its matrix may be another one for each state of a batch.
+        varies: whether its matrix may differ between the states of a batch.
     """
 
     gates: list[tuple[Gate, int]] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Block:
     varies: bool = False
 
     def touches(self, qubits: Sequence[int]) -> bool:
-        """Whether any of the qubits takes part."""
+        """Whether the block acts on any of the qubits."""
         return any(q in self.targets or q in self.controls for q in qubits)
 
     def take(self, gates: list[tuple[Gate, int]], targets: list[int], controls: list[int]) -> None:
@@ -110,9 +110,9 @@ def plan(
 
 
 class _Fusion:
-    """Puts each gate into a block, as early as its qubits and the blocks' sizes allow.
+    """Adds each gate to a block, as early as its qubits and the blocks' sizes allow.
 
-    Gates on one qubit wait for the next gate on it that has more, and join its block.
+    Gates on one qubit wait for the next gate that acts on it and others, and join its block.
     """
 
     def __init__(self, max_targets: int, varying: Container[int] | None) -> None:
@@ -171,20 +171,20 @@ class _Fusion:
 
 
 def _angles_first(gates: list[tuple[Gate, int]]) -> list[tuple[Gate, int]]:
-    """Gates with angles before those without that they share no qubit with.
+    """Move gates with angles before those without angles that they share no qubit with.
 
-    Gates without angles that then follow one another are multiplied together only once.
+    Successive gates without angles are then multiplied together once, when the plan is made.
     """
     ordered: list[tuple[Gate, int]] = []
     for own in gates:
-        place = len(ordered)
+        position = len(ordered)
         if own[1] >= 0:
             qubits = {*own[0].every_qubit}
-            while place and ordered[place - 1][1] < 0:
-                if qubits & {*ordered[place - 1][0].every_qubit}:
+            while position and ordered[position - 1][1] < 0:
+                if qubits & {*ordered[position - 1][0].every_qubit}:
                     break
-                place -= 1
-        ordered.insert(place, own)
+                position -= 1
+        ordered.insert(position, own)
     return ordered
 
 
@@ -216,7 +216,7 @@ def _lay_out(blocks: list[Block], axes: _Axes) -> Plan:
 
 
 class _Axes:
-    """The place of each qubit's axis, and the moves that brought it there.
+    """The order of the qubits' axes, and the moves that led to it.
 
     Attributes:
         ranks: qubits whose bits make up the rank's number, high bit first.
@@ -237,14 +237,14 @@ class _Axes:
             self.local = wanted
 
     def add(self, qubits: list[int]) -> None:
-        """Give these absent qubits axes, behind the others."""
+        """Add axes for these absent qubits, after the others."""
         if qubits:
             self._moves.append(len(qubits))
             self.local = [*self.local, *qubits]
             self.absent = [q for q in self.absent if q not in qubits]
 
     def exchange(self, leaving: list[int]) -> None:
-        """Let these local qubits and those of the ranks change places."""
+        """Swap these local qubits with those of the ranks."""
         self.order([*leaving, *(q for q in self.local if q not in leaving)])
         self._moves.append(None)
         self.local = [*self.ranks, *self.local[len(leaving) :]]
@@ -257,7 +257,7 @@ class _Axes:
 
 
 def _leaving(axes: _Axes, following: Sequence[Block]) -> list[int]:
-    """The local qubits that are a target last, the first of them in front where all is equal."""
+    """The local qubits whose next use as a target is last, in the order of their axes."""
     count = len(axes.ranks)
     free = [q for q in axes.local if q not in following[0].targets]
     if len(free) < count:
@@ -275,7 +275,7 @@ def _leaving(axes: _Axes, following: Sequence[Block]) -> list[int]:
 
 
 def _wanted(order: list[int], block: Block) -> list[int]:
-    """The axes with the block's controls in front and its targets at the back."""
+    """The axes with the block's controls first and its targets last."""
     controls = [q for q in order if q in block.controls]
     targets = [q for q in order if q in block.targets]
     rest = [q for q in order if q not in block.controls and q not in block.targets]
@@ -283,7 +283,7 @@ def _wanted(order: list[int], block: Block) -> list[int]:
 
 
 def _order_after(block: Block, following: Sequence[Block]) -> list[int]:
-    """The next block's controls first, then those that are needed last."""
+    """The block's targets: the next block's controls first, then those that are used last."""
     first = following[0].controls if following else []
 
     def next_use(qubit: int) -> int:

@@ -1,7 +1,7 @@
 """The supported gates as matrices and functions of their angle.
 
 A gate has no angle, or one: its matrix is constant + cos(s φ) · cosine + sin(s φ) · sine.
-Controls are no part of a gate's kind: any gate can be controlled by any number of qubits.
+Controls are not part of a gate's kind: any gate can be controlled by any number of qubits.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from types import MappingProxyType
 from typing import Any
 
@@ -19,10 +20,10 @@ from lockstep.systems.quantum.circuits.angles import Angle, AnyAngle
 
 Matrix = Sequence[Sequence[complex]]
 
-_I: Matrix = ((1, 0), (0, 1))
-_X: Matrix = ((0, 1), (1, 0))
-_Y: Matrix = ((0, -1j), (1j, 0))
-_Z: Matrix = ((1, 0), (0, -1))
+PAULIS: Mapping[str, Matrix] = MappingProxyType(
+    {"I": ((1, 0), (0, 1)), "X": ((0, 1), (1, 0)), "Y": ((0, -1j), (1j, 0)), "Z": ((1, 0), (0, -1))}
+)
+"""The matrix of each letter of a Pauli string."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,13 +74,17 @@ def _fixed(matrix: Matrix) -> Kind:
     return Kind(len(matrix).bit_length() - 1, _tensor(matrix))
 
 
-def _rotation(*paulis: Matrix) -> Kind:
+def pauli_matrix(string: str) -> Tensor:
+    """The matrix [2^n, 2^n], complex128, of a Pauli string whose last letter is for the low bit."""
+    one = torch.ones(1, 1, dtype=torch.complex128)
+    return reduce(torch.kron, (_tensor(PAULIS[letter]) for letter in string), one)
+
+
+def _rotation(string: str) -> Kind:
     """exp(-i φ/2 P) = cos(φ/2) - i sin(φ/2) P."""
-    product = torch.ones(1, 1, dtype=torch.complex128)
-    for pauli in paulis:
-        product = torch.kron(product, _tensor(pauli))
-    identity = torch.eye(len(product), dtype=torch.complex128)
-    return Kind(len(paulis), torch.zeros_like(identity), identity, -1j * product, 0.5)
+    pauli = pauli_matrix(string)
+    identity = torch.eye(len(pauli), dtype=torch.complex128)
+    return Kind(len(string), torch.zeros_like(identity), identity, -1j * pauli, 0.5)
 
 
 _R = math.sqrt(0.5)
@@ -89,10 +94,10 @@ _SXDG: Matrix = ((0.5 - 0.5j, 0.5 + 0.5j), (0.5 + 0.5j, 0.5 - 0.5j))
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
-        "id": _fixed(_I),
-        "x": _fixed(_X),
-        "y": _fixed(_Y),
-        "z": _fixed(_Z),
+        "id": _fixed(PAULIS["I"]),
+        "x": _fixed(PAULIS["X"]),
+        "y": _fixed(PAULIS["Y"]),
+        "z": _fixed(PAULIS["Z"]),
         "h": _fixed(((_R, _R), (_R, -_R))),
         "s": _fixed(((1, 0), (0, 1j))),
         "sdg": _fixed(((1, 0), (0, -1j))),
@@ -101,12 +106,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "sx": _fixed(_SX),
         "sxdg": _fixed(_SXDG),
         "swap": _fixed(((1, 0, 0, 0), (0, 0, 1, 0), (0, 1, 0, 0), (0, 0, 0, 1))),
-        "rx": _rotation(_X),
-        "ry": _rotation(_Y),
-        "rz": _rotation(_Z),
-        "rxx": _rotation(_X, _X),
-        "ryy": _rotation(_Y, _Y),
-        "rzz": _rotation(_Z, _Z),
+        **{f"r{string.lower()}": _rotation(string) for string in ("X", "Y", "Z", "XX", "YY", "ZZ")},
         "p": Kind(
             1,
             _tensor(((1, 0), (0, 0))),
@@ -120,6 +120,52 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 
 UNITARY = "unitary"
 """The name of a gate that is given by its matrix."""
+
+
+def with_controls(matrix: Tensor, values: Sequence[int]) -> Tensor:
+    """A matrix that acts only where further bits, above its own, have these values.
+
+    Args:
+        matrix: complex matrix [..., K, K].
+        values: value 0 or 1 of each of c further bits, low bit first.
+
+    Returns:
+        Matrix [..., 2^c K, 2^c K].
+    """
+    for value in values:
+        size = matrix.shape[-1]
+        identity = torch.eye(size, dtype=matrix.dtype, device=matrix.device).expand_as(matrix)
+        zero = torch.zeros_like(matrix)
+        low, high = (identity, matrix) if value else (matrix, identity)
+        top, bottom = torch.cat([low, zero], -1), torch.cat([zero, high], -1)
+        matrix = torch.cat([top, bottom], -2)
+    return matrix
+
+
+def act(matrix: Tensor, product: Tensor, bits: Sequence[int]) -> Tensor:
+    """The product of a matrix, which acts on some bits of the row number, and another matrix.
+
+    Args:
+        matrix: complex matrix [..., 2^m, 2^m].
+        product: complex matrix [..., K, K] to multiply it with.
+        bits: the m bits of the row number, low bit first.
+
+    Returns:
+        Matrix [..., K, K].
+    """
+    *lead, size, columns = product.shape
+    num_bits = size.bit_length() - 1
+    if len(bits) == 1:
+        rows = (size >> (bits[0] + 1), 2, columns << bits[0])
+        after = matrix.unsqueeze(-3) @ product.reshape(*lead, *rows)
+        return after.reshape(*after.shape[:-3], size, columns)
+    axes = [len(lead) + num_bits - 1 - bit for bit in reversed(bits)]
+    front = list(range(len(lead), len(lead) + len(bits)))
+    moved = product.reshape(*lead, *(2,) * num_bits, columns).movedim(axes, front)
+    after = matrix @ moved.reshape(*lead, 1 << len(bits), columns * size >> len(bits))
+    lead = list(after.shape[:-2])
+    after = after.reshape(*lead, *(2,) * num_bits, columns).movedim(front, axes)
+    return after.reshape(*lead, size, columns)
 
 
 def shift_rule(kind: Kind, controlled: bool) -> list[tuple[float, float]]:
@@ -142,7 +188,7 @@ def shift_rule(kind: Kind, controlled: bool) -> list[tuple[float, float]]:
 
 
 Form = tuple[object, ...]
-"""An expression without its numbers: an operation and the forms of its operands, or a leaf."""
+"""The structure of an expression: an operation and the forms of its operands, or a leaf."""
 
 _NUMBER: Form = ("number",)
 _LINEAR: Form = ("linear",)
@@ -166,8 +212,8 @@ class Evaluation:
             (form, _leaves([angles[m] for m in members])) for form, members in groups.items()
         ]
         order = [m for members in groups.values() for m in members]
-        places = sorted(range(len(order)), key=order.__getitem__)
-        self._places = None if len(groups) < 2 else torch.tensor(places)
+        columns = sorted(range(len(order)), key=order.__getitem__)
+        self._columns = None if len(groups) < 2 else torch.tensor(columns)
 
     def __call__(self, parameters: Tensor) -> Tensor:
         """The angles [..., G] in radians, from parameters [..., num_parameters]."""
@@ -180,9 +226,9 @@ class Evaluation:
             _value(form, iter(leaves), parameters).expand(*lead, -1)
             for form, leaves in self._groups
         ]
-        if self._places is None:
+        if self._columns is None:
             return columns[0]
-        return torch.cat(columns, -1).index_select(-1, self._places.to(parameters.device))
+        return torch.cat(columns, -1).index_select(-1, self._columns.to(parameters.device))
 
 
 class _Leaves:
@@ -197,7 +243,7 @@ class _Leaves:
 
     def linear(self, parameters: Tensor) -> Tensor:
         chosen = parameters.index_select(-1, self.index.to(parameters.device))
-        # A number is a number whatever the first parameter is: 0 · NaN would be NaN.
+        # Numbers must not depend on parameter 0, even if it is NaN: 0 · NaN is NaN.
         chosen = chosen.masked_fill(self.is_number.to(parameters.device), 0)
         return chosen * self.scale.to(parameters) + self.offset.to(parameters)
 
@@ -209,7 +255,7 @@ def _form(angle: AnyAngle) -> Form:
 
 
 def _leaves(angles: Sequence[AnyAngle]) -> list[_Leaves]:
-    """The leaves of angles of one form, in the order in which `_value` asks for them."""
+    """The leaves of angles of one form, in the order in which `_value` needs them."""
     every = zip(*map(_angles_in, angles), strict=True)
     return [_Leaves(leaf) for leaf in every]
 

@@ -17,7 +17,7 @@ from lockstep.systems.quantum.hamiltonians.operator import (
     PauliOperator,
     hamiltonian_terms,
     masks_of,
-    parity_signs,
+    pauli_phases,
 )
 from lockstep.systems.quantum.simulation.measure import PauliSum, qubits_of
 from lockstep.systems.quantum.simulation.parts import check_fits
@@ -76,20 +76,17 @@ class _Acting:
     def __init__(self, terms: dict[str, float]) -> None:
         num_qubits = len(next(iter(terms)))
         self._index = torch.arange(1 << num_qubits)
-        by_flips: dict[int, list[tuple[int, complex]]] = {}
+        self._by_flips: dict[int, list[tuple[str, float]]] = {}
         for string, coefficient in terms.items():
-            x, z = masks_of(string)
-            by_flips.setdefault(x, []).append((z, coefficient * 1j ** (x & z).bit_count()))
-        self._by_flips = by_flips
+            self._by_flips.setdefault(masks_of(string)[0], []).append((string, coefficient))
 
     def __call__(self, vector: Any) -> Any:
         flat = torch.from_numpy(np.ascontiguousarray(vector, dtype=np.complex128).reshape(-1))
         total = torch.zeros_like(flat)
         for x, parts in self._by_flips.items():
-            # String (x, z) takes amplitude i, with a sign by i ∧ z, to place i ⊕ x.
             diagonal = torch.zeros_like(flat)
-            for z, factor in parts:
-                diagonal += factor * parity_signs(self._index, z)
+            for string, coefficient in parts:
+                diagonal += coefficient * pauli_phases(string, self._index)
             total += (diagonal * flat)[self._index ^ x]
         return total.numpy()
 
@@ -100,14 +97,14 @@ _LEAST = 2
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """What measurements found.
+    """An expectation value estimated by measurements.
 
     Attributes:
         values: estimates of the expectation value, [...], real, without gradient.
         variances: unbiased estimates of the variance of `values`, [...].
         shots: number of measurements of each group.
-        outcomes: for each group, what was measured after its circuit, int64, [..., shots]; bit q of
-            an outcome is qubit q. `bit_strings` writes them.
+        outcomes: for each group, the outcomes after its circuit, int64, [..., shots]; bit q of an
+            outcome is qubit q. `bit_strings` formats them.
     """
 
     values: Tensor
@@ -177,7 +174,7 @@ class GroupedMeasurement:
             raise ConfigError(
                 f"by={by!r}: must be 'norm', or 'deviation' together with states to take it from"
             )
-        return _scattered(shots, weights)
+        return _apportioned(shots, weights)
 
     def estimate(
         self,
@@ -193,8 +190,8 @@ class GroupedMeasurement:
             shots: number of measurements of all groups together, which are distributed as by
                 `shares`; or of each group, at least 2.
             by: how they are distributed, `norm` or `deviation`.
-            generator: generator of the measurement noise; torch's global one if None. Of the same
-                numbers, the same estimates are made.
+            generator: generator of the measurement noise; torch's global one if None. The same
+                random numbers give the same estimates.
 
         Raises:
             ConfigError: the states are of another number of qubits, or as `shares`.
@@ -249,7 +246,7 @@ def bit_strings(outcomes: Tensor, num_qubits: int) -> list[str]:
     return [format(outcome, f"0{num_qubits}b") for outcome in flat]
 
 
-def _scattered(shots: int, weights: Sequence[float]) -> tuple[int, ...]:
+def _apportioned(shots: int, weights: Sequence[float]) -> tuple[int, ...]:
     """`shots` in proportion to weights, at least `_LEAST` each, by largest remainders."""
     if not sum(weights):
         weights = [1.0] * len(weights)
@@ -257,6 +254,6 @@ def _scattered(shots: int, weights: Sequence[float]) -> tuple[int, ...]:
     exact = [rest * weight / sum(weights) for weight in weights]
     counts = [int(share) for share in exact]
     order = sorted(range(len(weights)), key=lambda i: (counts[i] - exact[i], i))
-    for place in order[: rest - sum(counts)]:
-        counts[place] += 1
+    for group in order[: rest - sum(counts)]:
+        counts[group] += 1
     return tuple(_LEAST + count for count in counts)

@@ -1,4 +1,4 @@
-"""Terms of a Hamiltonian in groups that are measured together, and the circuits before that."""
+"""Groups of a Hamiltonian's terms that are measured together, and their circuits."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from lockstep.systems.quantum.circuits.circuit import Circuit, Gate, gate
 from lockstep.systems.quantum.hamiltonians.operator import (
     Masks,
     PauliOperator,
+    bits_of,
     commute,
     commute_qubitwise,
     hamiltonian_terms,
@@ -43,7 +44,7 @@ def pauli_rotation(string: str, angle: Angle | Expression | float) -> list[Gate]
     if set(string) == {"I"}:
         raise ConfigError(f"Pauli string {string!r}: a rotation needs a letter X, Y or Z")
     turning, [(mask, _)] = diagonalise([masks_of(string)], num_qubits)
-    *others, last = (q for q in range(num_qubits) if mask >> q & 1)
+    *others, last = bits_of(mask)
     turned = [*turning.gates, *(gate("cx", other, last) for other in others)]
     back = [gate("s", *g.qubits) if g.name == "sdg" else g for g in reversed(turned)]
     return [*turned, gate("rz", last, angle=angle), *back]
@@ -52,9 +53,9 @@ def pauli_rotation(string: str, angle: Angle | Expression | float) -> list[Gate]
 def diagonalise(strings: Sequence[Masks], num_qubits: int) -> tuple[Circuit, list[tuple[int, int]]]:
     """A circuit of h, sdg and cx after which all strings are products of Z.
 
-    Strings that commute qubit by qubit need gates on single qubits only. Of others, one after the
-    other becomes a single Z on a qubit of its own, up to Z on the qubits of those before it; these
-    qubits are not touched again.
+    Strings that commute qubit by qubit need gates on single qubits only. Otherwise each string in
+    turn is reduced to a single Z on a qubit of its own, up to Z on the qubits of earlier strings;
+    these qubits are not touched again.
 
     Args:
         strings: masks of strings that commute with each other.
@@ -72,8 +73,8 @@ def diagonalise(strings: Sequence[Masks], num_qubits: int) -> tuple[Circuit, lis
             row.conjugate(name, *qubits)
 
     def turn(row: _Row, free: int) -> None:
-        """Make Z of the letters of a row on free qubits."""
-        for qubit in _bits(row.x & free):
+        """Turn a row's letters on free qubits into Z."""
+        for qubit in bits_of(row.x & free):
             if row.z >> qubit & 1:
                 apply("sdg", qubit)
             apply("h", qubit)
@@ -85,7 +86,7 @@ def diagonalise(strings: Sequence[Masks], num_qubits: int) -> tuple[Circuit, lis
     else:
         for row in rows:
             turn(row, free)
-            support = _bits(row.z & free)
+            support = bits_of(row.z & free)
             for qubit in support[1:]:
                 apply("cx", qubit, support[0])
             free &= ~sum(1 << q for q in support[:1])
@@ -116,10 +117,6 @@ class _Row:
             self.z ^= other_z << first
         if flips:
             self.sign = -self.sign
-
-
-def _bits(mask: int) -> list[int]:
-    return [q for q in range(mask.bit_length()) if mask >> q & 1]
 
 
 _NORM = 1e-3

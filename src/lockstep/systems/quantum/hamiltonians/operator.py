@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lockstep.errors import ConfigError
 from lockstep.systems.quantum.circuits.angles import as_integer, kind_of
-from lockstep.systems.quantum.simulation.measure import PauliSum
+from lockstep.systems.quantum.simulation.measure import PauliSum, check_letters
 from lockstep.systems.quantum.simulation.parts import check_fits
 
 Masks = tuple[int, int]
@@ -88,7 +88,7 @@ class PauliOperator:
                 operator 0) it must be given.
 
         Raises:
-            ConfigError: a string has other letters or another length, a coefficient is no finite
+            ConfigError: a string has other letters or another length, a coefficient is not a finite
                 number, or there are neither terms nor a number of qubits.
         """
         if not isinstance(terms, Mapping):
@@ -99,19 +99,10 @@ class PauliOperator:
             if not terms:
                 raise ConfigError("a Pauli operator without terms needs num_qubits")
             num_qubits = len(str(next(iter(terms))))
-        self.num_qubits = as_integer(num_qubits, "num_qubits")
-        if not 1 <= self.num_qubits <= MOST_QUBITS:
-            raise ConfigError(f"{num_qubits} qubits: an operator has from 1 to {MOST_QUBITS:,}")
+        self.num_qubits = _checked_num_qubits(num_qubits)
         kept = {}
         for string, coefficient in terms.items():
-            if (
-                not isinstance(string, str)
-                or len(string) != self.num_qubits
-                or set(string) - set("IXYZ")
-            ):
-                raise ConfigError(
-                    f"Pauli string {string!r}: must have {self.num_qubits} letters of I, X, Y, Z"
-                )
+            check_letters(string, self.num_qubits)
             value = _number(coefficient, f"Pauli string {string!r}: its coefficient")
             if value:
                 kept[string] = value
@@ -129,29 +120,28 @@ class PauliOperator:
             num_qubits: number of qubits.
 
         Raises:
-            ConfigError: a term is no such triple, or names a qubit twice or one that is not there.
+            ConfigError: a term is not such a triple, or names a qubit twice or one that does not
+                exist.
         """
-        count = as_integer(num_qubits, "num_qubits")
-        if not 1 <= count <= MOST_QUBITS:
-            raise ConfigError(f"{count} qubits: an operator has from 1 to {MOST_QUBITS:,}")
+        count = _checked_num_qubits(num_qubits)
         total: dict[str, complex] = {}
         for term in terms:
             try:
                 letters, qubits, coefficient = term
-                places = [as_integer(q, "qubit") for q in qubits]
+                numbers = [as_integer(q, "qubit") for q in qubits]
             except (TypeError, ValueError) as error:
                 raise ConfigError(
                     f"term {term!r}: must be (letters, qubits, coefficient)"
                 ) from error
-            if not isinstance(letters, str) or len(letters) != len(places):
+            if not isinstance(letters, str) or len(letters) != len(numbers):
                 raise ConfigError(f"term {term!r}: needs a letter for each qubit")
-            if len(set(places)) < len(places):
+            if len(set(numbers)) < len(numbers):
                 raise ConfigError(f"term {term!r}: a qubit is named twice")
-            if not all(0 <= q < count for q in places):
+            if not all(0 <= q < count for q in numbers):
                 raise ConfigError(f"term {term!r}: its qubits must be from 0 to {count - 1}")
             string = ["I"] * count
-            for letter, place in zip(letters, places, strict=True):
-                string[count - 1 - place] = letter
+            for letter, qubit in zip(letters, numbers, strict=True):
+                string[count - 1 - qubit] = letter
             name = "".join(string)
             total[name] = total.get(name, 0) + _number(coefficient, f"term {term!r}: coefficient")
         return cls(total, count)
@@ -166,7 +156,7 @@ class PauliOperator:
             num_qubits: number of qubits; by default, the highest that is named plus one.
 
         Raises:
-            ConfigError: the text is no such sum; says where.
+            ConfigError: the text is not such a sum; the message says where.
         """
         terms = read_terms(text)
         highest = max((q for _, qubits, _ in terms for q in qubits), default=0)
@@ -277,9 +267,8 @@ class PauliOperator:
         index = torch.arange(size)
         total = torch.zeros(size, size, dtype=torch.complex128)
         for string, coefficient in self.terms.items():
-            x, z = masks_of(string)
-            signs = parity_signs(index, z)
-            total[index ^ x, index] += coefficient * 1j ** (x & z).bit_count() * signs
+            x, _ = masks_of(string)
+            total[index ^ x, index] += coefficient * pauli_phases(string, index)
         return total
 
     def _check_same(self, other: PauliOperator) -> None:
@@ -301,8 +290,21 @@ def hamiltonian_terms(hamiltonian: PauliSum | PauliOperator) -> dict[str, float]
         raise ConfigError(
             f"a Hamiltonian must be a PauliSum or a PauliOperator, not {kind_of(hamiltonian)}"
         )
-    pairs = zip(hamiltonian.strings, hamiltonian.coefficients, strict=True)
-    return {string: float(coefficient) for string, coefficient in pairs}
+    return {string: float(coefficient) for string, coefficient in hamiltonian.pairs}
+
+
+def pauli_phases(string: str, index: Tensor) -> Tensor:
+    """The factor that a string gives to each amplitude before it flips bits, complex128.
+
+    String (x, z) takes the amplitude at index i, times this power of i, to index i ⊕ x.
+    """
+    x, z = masks_of(string)
+    return 1j ** (x & z).bit_count() * parity_signs(index, z)
+
+
+def bits_of(mask: int) -> list[int]:
+    """The bits that are set, low bit first."""
+    return [bit for bit in range(mask.bit_length()) if mask >> bit & 1]
 
 
 def parity_signs(index: Tensor, mask: int) -> Tensor:
@@ -313,13 +315,17 @@ def parity_signs(index: Tensor, mask: int) -> Tensor:
     return 1.0 - 2.0 * (bits & 1).double()
 
 
+def _checked_num_qubits(num_qubits: int) -> int:
+    count = as_integer(num_qubits, "num_qubits")
+    if not 1 <= count <= MOST_QUBITS:
+        raise ConfigError(f"{count} qubits: an operator has from 1 to {MOST_QUBITS:,}")
+    return count
+
+
 def _number(value: object, name: str) -> complex:
-    if isinstance(value, bool) or not isinstance(value, Complex):
+    if isinstance(value, bool) or not isinstance(value, Complex) or not cmath.isfinite(value):
         raise ConfigError(f"{name} must be a finite number, not {value!r}")
-    number = complex(value)
-    if not cmath.isfinite(number):
-        raise ConfigError(f"{name} must be a finite number, not {value!r}")
-    return number
+    return complex(value)
 
 
 _TERM = re.compile(
@@ -336,21 +342,21 @@ def read_terms(text: str) -> list[Term]:
     """The terms of a sum such as `0.5 [X0 Y1] + (0.1-0.2j) [Z3] - 2 []`.
 
     Raises:
-        ConfigError: the text is no such sum; says where.
+        ConfigError: the text is not such a sum; the message says where.
     """
     if not isinstance(text, str):
         raise ConfigError(f"Pauli text: must be a string, not {kind_of(text)}")
     terms: list[Term] = []
-    place, length = 0, len(text.rstrip())
-    while place < length:
-        found = _TERM.match(text, place)
+    position, length = 0, len(text.rstrip())
+    while position < length:
+        found = _TERM.match(text, position)
         if found is None or (terms and not found["sign"]):
             raise ConfigError(
                 "Pauli text: expected a term such as '+ 0.5 [X0 Y1]' at "
-                f"{text[place : place + 40]!r}"
+                f"{text[position : position + 40]!r}"
             )
         terms.append(_term(found))
-        place = found.end()
+        position = found.end()
     if not terms:
         raise ConfigError("Pauli text: there are no terms; a constant is written as '0.5 []'")
     return terms

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,14 @@ from lockstep.errors import ConfigError
 from lockstep.systems.quantum.circuits.angles import kind_of
 from lockstep.systems.quantum.circuits.circuit import Circuit, Gate, check_num_qubits
 from lockstep.systems.quantum.interop.qasm_reader import reading
-from lockstep.systems.quantum.interop.qasm_writer import expanded, header, line, to_qiskit
-from lockstep.systems.quantum.interop.qiskit_reader import Reader, import_qiskit
+from lockstep.systems.quantum.interop.qasm_writer import (
+    expanded,
+    expanded_gate,
+    header,
+    line,
+    qiskit_gate,
+)
+from lockstep.systems.quantum.interop.qiskit_reader import Reader, import_qiskit, parameters_of
 from lockstep.systems.quantum.noise.channels import Channel, qubit_channel
 from lockstep.systems.quantum.noise.circuit import DynamicCircuit, If, Measure, Operation, Reset
 
@@ -31,10 +37,7 @@ def dynamic_from_qiskit(source: Any) -> DynamicCircuit:
         ConfigError: as `from_qiskit`; or there is a loop, a switch or another instruction that is
             not supported (named), or a condition that does not compare bits with a value.
     """
-    qiskit = import_qiskit()
-    if not isinstance(source, qiskit.QuantumCircuit):
-        raise ConfigError(f"must be a qiskit.QuantumCircuit, not {type(source).__name__}")
-    return _read(source, list(source.parameters))
+    return _read(source, parameters_of(source))
 
 
 def dynamic_from_qasm(text: str) -> DynamicCircuit:
@@ -53,9 +56,9 @@ def dynamic_from_qasm(text: str) -> DynamicCircuit:
 
 def _read(source: Any, parameters: Sequence[Any]) -> DynamicCircuit:
     check_num_qubits(source.num_qubits)
-    reader = _DynamicReader({parameter: number for number, parameter in enumerate(parameters)})
+    reader = _DynamicReader(parameters)
     operations = reader.operations(source, range(source.num_qubits), range(source.num_clbits))
-    return DynamicCircuit(source.num_qubits, list(operations), source.num_clbits, len(parameters))
+    return DynamicCircuit(source.num_qubits, operations, source.num_clbits, len(parameters))
 
 
 class _DynamicReader(Reader):
@@ -63,111 +66,91 @@ class _DynamicReader(Reader):
         self, source: Any, qubits: Sequence[int], bits: Sequence[int]
     ) -> Iterator[Operation]:
         """The operations of a Qiskit circuit whose qubits and bits are `qubits` and `bits` here."""
+
+        def bit_of(clbit: Any) -> int:
+            index: int = source.find_bit(clbit).index
+            return bits[index]
+
         for instruction in source.data:
             self._count(instruction.operation)
-            places = [qubits[source.find_bit(q).index] for q in instruction.qubits]
-            own = [bits[source.find_bit(c).index] for c in instruction.clbits]
-            yield from self._dynamic(instruction.operation, source, places, own, bits)
+            own_qubits = [qubits[source.find_bit(q).index] for q in instruction.qubits]
+            own_bits = [bit_of(c) for c in instruction.clbits]
+            yield from self._dynamic(instruction.operation, own_qubits, own_bits, bit_of)
 
     def _dynamic(
         self,
         operation: Any,
-        source: Any,
-        places: Sequence[int],
-        own: Sequence[int],
+        qubits: Sequence[int],
         bits: Sequence[int],
+        bit_of: Callable[[Any], int],
     ) -> Iterator[Operation]:
         """The operations of an instruction, which before Qiskit 2 may have a condition (`c_if`)."""
-        from qiskit.circuit import ControlFlowOp
+        from qiskit import circuit as kinds
 
         condition = getattr(operation, "condition", None)
-        if condition is None or isinstance(operation, ControlFlowOp):
-            yield from self._unconditioned(operation, source, places, own, bits)
-            return
-        looked_at, value = self._condition(condition, source)
-        plain = operation.to_mutable()
-        plain.condition = None
-        then = tuple(self._unconditioned(plain, source, places, own, bits))
-        if then:
-            yield If(tuple(bits[b] for b in looked_at), value, then)
-
-    def _unconditioned(
-        self,
-        operation: Any,
-        source: Any,
-        places: Sequence[int],
-        own: Sequence[int],
-        bits: Sequence[int],
-    ) -> Iterator[Operation]:
-        from qiskit.circuit import (
-            AnnotatedOperation,
-            Barrier,
-            ControlFlowOp,
-            Delay,
-            Gate,
-            IfElseOp,
-            Instruction,
-        )  # fmt: skip
-        from qiskit.circuit import Measure as QiskitMeasure
-        from qiskit.circuit import Reset as QiskitReset
-
-        if isinstance(operation, QiskitMeasure):
-            yield Measure(places[0], own[0])
-        elif isinstance(operation, QiskitReset):
-            yield Reset(places[0])
-        elif isinstance(operation, (Barrier, Delay)):
-            return
-        elif isinstance(operation, IfElseOp):
-            looked_at, value = self._condition(operation.condition, source)
+        if isinstance(operation, kinds.IfElseOp):
             sides = [
-                () if body is None else tuple(self.operations(body, places, own))
+                () if body is None else tuple(self.operations(body, qubits, bits))
                 for body in operation.params
             ]
-            yield If(tuple(bits[b] for b in looked_at), value, sides[0], sides[1])
-        elif isinstance(operation, ControlFlowOp):
+            yield If(*_condition(condition, bit_of), *sides)
+        elif isinstance(operation, kinds.ControlFlowOp):
             raise ConfigError(
                 f"{operation.name}: loops and switches are not supported, only if and else"
             )
+        elif condition is not None:
+            plain = operation.to_mutable()
+            plain.condition = None
+            then = tuple(self._dynamic(plain, qubits, bits, bit_of))
+            if then:
+                yield If(*_condition(condition, bit_of), then)
+        elif isinstance(operation, kinds.Measure):
+            yield Measure(qubits[0], bits[0])
+        elif isinstance(operation, kinds.Reset):
+            yield Reset(qubits[0])
+        elif isinstance(operation, (kinds.Barrier, kinds.Delay)):
+            return
         elif _is_kraus(operation):
             matrices = [torch.from_numpy(np.array(k, dtype=complex)) for k in operation.params]
-            yield qubit_channel(matrices, *places)
-        elif isinstance(operation, (Gate, AnnotatedOperation)) or not isinstance(
-            operation, Instruction
+            yield qubit_channel(matrices, *qubits)
+        elif isinstance(operation, (kinds.Gate, kinds.AnnotatedOperation)) or not isinstance(
+            operation, kinds.Instruction
         ):
-            if places:  # a phase of the whole state is left out
-                yield from self._operation(operation, places)
+            if qubits:  # no measurement sees a phase of the whole state
+                yield from self._operation(operation, qubits)
         elif operation.definition is not None:
-            yield from self.operations(operation.definition, places, own)
+            yield from self.operations(operation.definition, qubits, bits)
         else:
             raise ConfigError(f"{operation.name}: this instruction is not supported")
 
-    def _condition(self, condition: Any, source: Any) -> tuple[list[int], int]:
-        """The bits of `source` that a condition looks at, low bit first, and their value."""
-        from qiskit.circuit import ClassicalRegister, Clbit
-        from qiskit.circuit.classical import expr
 
-        target, value = condition if isinstance(condition, tuple) else (condition, 1)
-        while isinstance(target, expr.Cast):
-            target = target.operand
-        if isinstance(target, expr.Unary) and target.op in (
-            expr.Unary.Op.LOGIC_NOT, expr.Unary.Op.BIT_NOT,
-        ):  # fmt: skip
-            target, value = target.operand, 0
-        elif isinstance(target, expr.Binary) and target.op is expr.Binary.Op.EQUAL:
-            sides = (target.left, target.right)
-            values = [side for side in sides if isinstance(side, expr.Value)]
-            if len(values) == 1:
-                target = next(side for side in sides if not isinstance(side, expr.Value))
-                value = int(values[0].value)
-        if isinstance(target, expr.Var):
-            target = target.var
-        if isinstance(target, Clbit):
-            return [source.find_bit(target).index], int(value)
-        if isinstance(target, ClassicalRegister) and isinstance(condition, (tuple, expr.Binary)):
-            return [source.find_bit(bit).index for bit in target], int(value)
-        raise ConfigError(
-            "a condition must compare a bit or a register with a value; others are not supported"
-        )
+def _condition(condition: Any, bit_of: Callable[[Any], int]) -> tuple[tuple[int, ...], int]:
+    """The bits that a condition depends on, low bit first, and the value they must have."""
+    from qiskit.circuit import ClassicalRegister, Clbit
+    from qiskit.circuit.classical import expr
+
+    target, value = condition if isinstance(condition, tuple) else (condition, 1)
+    while isinstance(target, expr.Cast):
+        target = target.operand
+    if isinstance(target, expr.Unary) and target.op in (
+        expr.Unary.Op.LOGIC_NOT, expr.Unary.Op.BIT_NOT,
+    ):  # fmt: skip
+        target, value = target.operand, 0
+    elif isinstance(target, expr.Binary) and target.op is expr.Binary.Op.EQUAL:
+        sides = (target.left, target.right)
+        values = [side for side in sides if isinstance(side, expr.Value)]
+        if len(values) == 1:
+            target = next(side for side in sides if not isinstance(side, expr.Value))
+            value = int(values[0].value)
+    if isinstance(target, expr.Var):
+        target = target.var
+    if isinstance(target, Clbit):
+        return (bit_of(target),), int(value)
+    if isinstance(target, ClassicalRegister) and isinstance(condition, (tuple, expr.Binary)):
+        return tuple(bit_of(bit) for bit in target), int(value)
+    raise ConfigError(
+        "a condition must compare a bit or a register with a value; others are not supported"
+    )
 
 
 def _is_kraus(operation: Any) -> bool:
@@ -188,8 +171,8 @@ def dynamic_to_qiskit(circuit: DynamicCircuit) -> Any:
         circuit: circuit to write.
 
     Raises:
-        ConfigError: Qiskit is not installed, or there is what its circuits cannot have: a readout
-            error, or a channel whose values depend on parameters.
+        ConfigError: Qiskit is not installed, or there is what its circuits cannot express: a
+            readout error, or a channel whose values depend on parameters.
     """
     qiskit = import_qiskit()
     _check(circuit)
@@ -204,8 +187,8 @@ def dynamic_to_qasm(circuit: DynamicCircuit) -> str:
         circuit: circuit to write.
 
     Raises:
-        ConfigError: Qiskit, which takes unitaries apart, is not installed, or there is what
-            OpenQASM cannot have: a channel or a readout error.
+        ConfigError: Qiskit, which decomposes unitaries, is not installed, or there is what OpenQASM
+            cannot express: a channel or a readout error.
     """
     import_qiskit()
     _check(circuit)
@@ -215,7 +198,7 @@ def dynamic_to_qasm(circuit: DynamicCircuit) -> str:
     gates = [each for each in circuit.every if isinstance(each, Gate)]
     lines = header(expanded(Circuit(circuit.num_qubits, gates, circuit.num_parameters)))
     lines += [f"bit[{circuit.num_bits}] c;"] if circuit.num_bits else []
-    return "\n".join([*lines, *_lines(circuit, circuit.operations)]) + "\n"
+    return "\n".join([*lines, *_lines(circuit.operations)]) + "\n"
 
 
 def _check(circuit: DynamicCircuit) -> None:
@@ -232,60 +215,57 @@ def _body(
     made = qiskit.QuantumCircuit(circuit.num_qubits, circuit.num_bits)
     for each in operations:
         if isinstance(each, Gate):
-            own = to_qiskit(Circuit(circuit.num_qubits, [each], circuit.num_parameters))
-            # Each call has a vector of its own.
-            own = own.assign_parameters({p: vector[p.index] for p in own.parameters})
-            made.compose(own, inplace=True)
+            made.append(qiskit_gate(each, vector), each.every_qubit)
         elif isinstance(each, Channel):
-            made.append(_kraus(each, qiskit), each.qubits)
+            made.append(_kraus(each), each.qubits)
         elif isinstance(each, Measure):
             made.measure(each.qubit, each.bit)
         elif isinstance(each, Reset):
             made.reset(each.qubit)
         else:
-            _append_if(made, each, circuit, vector, qiskit)
+            sides = (_then(each), each.otherwise)
+            then, otherwise = (_body(circuit, side, vector, qiskit) for side in sides)
+            made.if_else(
+                (made.clbits[each.bits[0]], each.value & 1),
+                then,
+                otherwise if each.otherwise else None,
+                made.qubits,
+                made.clbits,
+            )
     return made
 
 
 def _then(each: If) -> tuple[Operation, ...]:
-    """What is done where the first bit of a condition is right: a condition on the others."""
+    """The operations where the first bit of a condition is right: a condition on the others."""
     if len(each.bits) == 1:
         return each.then
     return (If(each.bits[1:], each.value >> 1, each.then, each.otherwise),)
 
 
-def _append_if(made: Any, each: If, circuit: DynamicCircuit, vector: Any, qiskit: Any) -> None:
-    bodies = [_body(circuit, side, vector, qiskit) for side in (_then(each), each.otherwise)]
-    condition = made.clbits[each.bits[0]], each.value & 1
-    otherwise = bodies[1] if each.otherwise else None
-    made.if_else(condition, bodies[0], otherwise, made.qubits, made.clbits)
-
-
-def _kraus(each: Channel, qiskit: Any) -> Any:
+def _kraus(each: Channel) -> Any:
     from qiskit.quantum_info import Kraus
 
     numbers = each.numbers
     if numbers is None:
         raise ConfigError(f"{each.name}: its values must be numbers, for Qiskit has only matrices")
     weights, matrices = each.kraus(numbers)
-    # By rounding, a weight of 0 may be less.
+    # A weight of 0 may be rounded to less.
     operators = weights.clamp(min=0).sqrt()[:, None, None] * matrices
     return Kraus([operator.numpy() for operator in operators]).to_instruction()
 
 
-def _lines(circuit: DynamicCircuit, operations: Sequence[Operation]) -> Iterator[str]:
+def _lines(operations: Sequence[Operation]) -> Iterator[str]:
     for each in operations:
         if isinstance(each, Gate):
-            own = Circuit(circuit.num_qubits, [each], circuit.num_parameters)
-            yield from map(line, expanded(own).gates)
+            yield from map(line, expanded_gate(each))
         elif isinstance(each, Measure):
             yield f"c[{each.bit}] = measure q[{each.qubit}];"
         elif isinstance(each, Reset):
             yield f"reset q[{each.qubit}];"
         elif isinstance(each, If):
             yield f"if ({'' if each.value & 1 else '!'}c[{each.bits[0]}]) {{"
-            yield from _lines(circuit, _then(each))
+            yield from _lines(_then(each))
             if each.otherwise:
                 yield "} else {"
-                yield from _lines(circuit, each.otherwise)
+                yield from _lines(each.otherwise)
             yield "}"

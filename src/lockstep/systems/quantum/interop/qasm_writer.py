@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -11,7 +11,12 @@ import torch
 from lockstep.errors import ConfigError
 from lockstep.systems.quantum.circuits.angles import Angle, AnyAngle, Expression, written
 from lockstep.systems.quantum.circuits.circuit import Circuit, Gate
-from lockstep.systems.quantum.interop.qiskit_reader import from_qiskit, import_qiskit, written_angle
+from lockstep.systems.quantum.interop.qiskit_reader import (
+    from_qiskit,
+    gate_classes,
+    import_qiskit,
+    written_angle,
+)
 
 
 def to_qiskit(circuit: Circuit) -> Any:
@@ -23,27 +28,30 @@ def to_qiskit(circuit: Circuit) -> Any:
         ConfigError: Qiskit is not installed, or has no expression for an angle.
     """
     qiskit = import_qiskit()
-    from qiskit.circuit.library import UnitaryGate, get_standard_gate_name_mapping
-
-    known = get_standard_gate_name_mapping()
     vector = qiskit.circuit.ParameterVector("θ", circuit.num_parameters)
     made = qiskit.QuantumCircuit(circuit.num_qubits)
     for gate in circuit.gates:
-        if gate.matrix is not None:
-            # Our own check has found it to be unitary; Qiskit's costs more than all the rest.
-            operation = UnitaryGate(gate.matrix.numpy(), check_input=False)
-        elif gate.angle is None:
-            operation = known[gate.name].base_class()
-        else:
-            operation = known[gate.name].base_class(written_angle(gate.angle, vector))
-        if gate.controls:
-            # Qiskit has the first control as the low bit of the state.
-            state = sum(bit << i for i, bit in enumerate(gate.control_state))
-            # A unitary with controls would be taken apart at once, which takes seconds.
-            annotated = True if gate.matrix is not None else None
-            operation = operation.control(len(gate.controls), ctrl_state=state, annotated=annotated)
-        made.append(operation, [*gate.controls, *gate.qubits])
+        made.append(qiskit_gate(gate, vector), gate.every_qubit)
     return made
+
+
+def qiskit_gate(gate: Gate, vector: Sequence[Any]) -> Any:
+    """A gate as a Qiskit operation; `vector` has Qiskit's parameters by number."""
+    if gate.matrix is not None:
+        from qiskit.circuit.library import UnitaryGate
+
+        # `Gate` has found it to be unitary; Qiskit's check costs more than everything else.
+        operation = UnitaryGate(gate.matrix.numpy(), check_input=False)
+    else:
+        values = () if gate.angle is None else (written_angle(gate.angle, vector),)
+        operation = gate_classes()[gate.name](*values)
+    if gate.controls:
+        # Qiskit has the first control as the low bit of the state.
+        state = sum(bit << i for i, bit in enumerate(gate.control_state))
+        # A unitary with controls would be decomposed at once, which takes seconds.
+        annotated = True if gate.matrix is not None else None
+        operation = operation.control(len(gate.controls), ctrl_state=state, annotated=annotated)
+    return operation
 
 
 def bound(circuit: Circuit, parameters: torch.Tensor) -> Circuit:
@@ -54,7 +62,7 @@ def bound(circuit: Circuit, parameters: torch.Tensor) -> Circuit:
         parameters: value of each parameter, real, [num_parameters].
 
     Raises:
-        ConfigError: the values are no such tensor.
+        ConfigError: the values are not such a tensor.
     """
     circuit.check_parameters(parameters)
     values = iter(circuit.angles(parameters.double()).tolist())
@@ -98,7 +106,8 @@ def to_qasm(circuit: Circuit, version: int = 2) -> str:
     if version not in (2, 3):
         raise ConfigError(f"OpenQASM {version}: must be 2 or 3")
     if version == 3:
-        return _version_3(expanded(circuit))
+        made = expanded(circuit)
+        return "\n".join([*header(made), *map(line, made.gates)]) + "\n"
     if circuit.num_parameters:
         raise ConfigError(
             f"OpenQASM 2 has no parameters, the circuit has {circuit.num_parameters}; bind them "
@@ -111,11 +120,12 @@ def to_qasm(circuit: Circuit, version: int = 2) -> str:
 
 def expanded(circuit: Circuit) -> Circuit:
     """The circuit with gates in place of matrices: the same to rounding, its phase included."""
-    gates = [part for gate in circuit.gates for part in _expanded(gate)]
+    gates = [part for gate in circuit.gates for part in expanded_gate(gate)]
     return Circuit(circuit.num_qubits, gates, circuit.num_parameters)
 
 
-def _expanded(gate: Gate) -> Iterator[Gate]:
+def expanded_gate(gate: Gate) -> Iterator[Gate]:
+    """A gate as it is, or the gates that its matrix is a product of."""
     if gate.matrix is None:
         yield gate
         return
@@ -126,15 +136,11 @@ def _expanded(gate: Gate) -> Iterator[Gate]:
         qubits = tuple(gate.qubits[q] for q in part.qubits)
         inner = tuple(gate.qubits[c] for c in part.controls)
         controls, bits = (*gate.controls, *inner), (*gate.control_state, *part.control_state)
-        yield from _expanded(Gate(part.name, qubits, part.angle, controls, bits, part.matrix))
-
-
-def _version_3(circuit: Circuit) -> str:
-    return "\n".join([*header(circuit), *map(line, circuit.gates)]) + "\n"
+        yield from expanded_gate(Gate(part.name, qubits, part.angle, controls, bits, part.matrix))
 
 
 def header(circuit: Circuit) -> list[str]:
-    """What a program in version 3 begins with: definitions of gates, inputs, and qubits `q`."""
+    """The first lines of a program in version 3: definitions of gates, inputs, and qubits `q`."""
     used = {gate.name for gate in circuit.gates}
     lines = ["OPENQASM 3.0;", 'include "stdgates.inc";']
     lines += [text for name, text in _NO_STANDARD.items() if name in used]
@@ -152,19 +158,18 @@ def line(gate: Gate) -> str:
         for bit, run in groupby(gate.control_state):
             modifiers += f"{'ctrl' if bit else 'negctrl'}({len(list(run))}) @ "
     angle = "" if gate.angle is None else f"({_angle(gate.angle)})"
-    places = ", ".join(f"q[{place}]" for place in gate.every_qubit)
-    return f"{modifiers}{name}{angle} {places};"
+    qubits = ", ".join(f"q[{qubit}]" for qubit in gate.every_qubit)
+    return f"{modifiers}{name}{angle} {qubits};"
 
 
 def _angle(angle: AnyAngle) -> str:
-    missing = {"abs", "sign"} & set(_operations(angle))
+    missing = {"abs", "sign"} & _operations(angle)
     if missing:
         raise ConfigError(f"angle {angle}: OpenQASM 3 has no {', '.join(sorted(missing))}")
     return written(angle, "theta_{}".format)
 
 
-def _operations(angle: AnyAngle) -> Iterator[str]:
-    if isinstance(angle, Expression):
-        yield angle.operation
-        for operand in angle.operands:
-            yield from _operations(operand)
+def _operations(angle: AnyAngle) -> set[str]:
+    if not isinstance(angle, Expression):
+        return set()
+    return {angle.operation}.union(*map(_operations, angle.operands))

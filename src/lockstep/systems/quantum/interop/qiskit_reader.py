@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import reduce
+from functools import cache, reduce
 from typing import Any
 
 import numpy as np
@@ -123,17 +123,24 @@ def from_qiskit(source: Any) -> Circuit:
             in known ones (named), an angle holds a function that is not supported, or there is a
             measurement in the middle.
     """
-    qiskit = import_qiskit()
-    if not isinstance(source, qiskit.QuantumCircuit):
+    return read(source, parameters_of(source))
+
+
+def parameters_of(source: Any) -> list[Any]:
+    """The parameters of a `qiskit.QuantumCircuit`, in Qiskit's order.
+
+    Raises:
+        ConfigError: Qiskit is not installed, or `source` is not a circuit of it.
+    """
+    if not isinstance(source, import_qiskit().QuantumCircuit):
         raise ConfigError(f"must be a qiskit.QuantumCircuit, not {type(source).__name__}")
-    return read(source, list(source.parameters))
+    return list(source.parameters)
 
 
 def read(source: Any, parameters: Sequence[Any]) -> Circuit:
     """As `from_qiskit`, with the circuit's parameters in the order of their numbers."""
     check_num_qubits(source.num_qubits)
-    reader = Reader({parameter: number for number, parameter in enumerate(parameters)})
-    gates = list(reader.gates(source, range(source.num_qubits)))
+    gates = Reader(parameters).gates(source, range(source.num_qubits))
     return Circuit(source.num_qubits, gates, len(parameters))
 
 
@@ -154,21 +161,29 @@ def import_qiskit() -> Any:
     return qiskit
 
 
+@cache
+def gate_classes() -> dict[str, Any]:
+    """Qiskit's class for each name in `gates.KINDS`."""
+    from qiskit.circuit.library import get_standard_gate_name_mapping
+
+    gates = get_standard_gate_name_mapping()
+    return {name: gates[name].base_class for name in KINDS}
+
+
 class Reader:
-    """Reads a circuit's instructions in turn.
+    """Reads the instructions of one circuit.
 
     Args:
-        numbers: number of each of the circuit's Qiskit parameters.
+        parameters: Qiskit's parameters, in the order of their numbers.
     """
 
-    def __init__(self, numbers: Mapping[Any, int]) -> None:
+    def __init__(self, parameters: Sequence[Any]) -> None:
         from qiskit.circuit import library
 
-        self._numbers = numbers
+        self._numbers = {parameter: number for number, parameter in enumerate(parameters)}
         self._measured: set[int] = set()
         self._num_read = 0
-        names = library.get_standard_gate_name_mapping()
-        self._known = {names[name].base_class: name for name in KINDS}
+        self._known = {kind: name for name, kind in gate_classes().items()}
         self._library = library
 
     def gates(self, source: Any, qubits: Sequence[int]) -> Iterator[Gate]:
@@ -182,71 +197,71 @@ class Reader:
         for instruction in source.data:
             operation = instruction.operation
             self._count(operation)
-            places = [qubits[source.find_bit(q).index] for q in instruction.qubits]
+            own = [qubits[source.find_bit(q).index] for q in instruction.qubits]
             if isinstance(operation, Measure):
-                self._measured.update(places)
+                self._measured.update(own)
             elif isinstance(operation, (Barrier, Delay)):
                 continue
-            elif places:
-                for part in self._operation(operation, places):
+            elif own:
+                for part in self._operation(operation, own):
                     self._check_measured(part, operation)
                     yield part
             elif qubits:
                 for angle in self._phases(operation):
                     yield from phase(angle, qubits[0])
 
-    def _operation(self, operation: Any, places: Sequence[int]) -> Iterator[Gate]:
+    def _operation(self, operation: Any, qubits: Sequence[int]) -> Iterator[Gate]:
         from qiskit.circuit import AnnotatedOperation, ControlledGate
 
         kind, library = getattr(operation, "base_class", type(operation)), self._library
         if getattr(operation, "condition", None) is not None:
             raise ConfigError(f"gate {operation.name}: conditions are not supported")
         if isinstance(operation, AnnotatedOperation):
-            yield from self._annotated(operation, places)
+            yield from self._annotated(operation, qubits)
         elif isinstance(operation, ControlledGate):
             bits = [operation.ctrl_state >> i & 1 for i in range(operation.num_ctrl_qubits)]
-            yield from self._controlled(operation.base_gate, places, bits)
+            yield from self._controlled(operation.base_gate, qubits, bits)
             if isinstance(operation.base_gate, library.UGate) and len(operation.params) == 4:
                 # The phase γ of `cu`, which its base gate does not have.
                 yield from _phase_of_controls(
-                    self._angle(operation.params[3], operation.name), places[: len(bits)], bits
+                    self._angle(operation.params[3], operation.name), qubits[: len(bits)], bits
                 )
         elif kind in self._known:
             params = operation.params
             angle = self._angle(params[0], operation.name) if params else None
-            yield Gate(self._known[kind], tuple(places), angle)
+            yield Gate(self._known[kind], tuple(qubits), angle)
         elif kind in (library.UGate, library.U3Gate):
             theta, phi, lam = (self._angle(p, operation.name) for p in operation.params[:3])
-            yield gate("p", *places, angle=lam)
-            yield gate("ry", *places, angle=theta)
-            yield gate("p", *places, angle=phi)
+            yield gate("p", *qubits, angle=lam)
+            yield gate("ry", *qubits, angle=theta)
+            yield gate("p", *qubits, angle=phi)
         elif kind is library.U1Gate:
-            yield gate("p", *places, angle=self._angle(operation.params[0], operation.name))
+            yield gate("p", *qubits, angle=self._angle(operation.params[0], operation.name))
         elif kind is library.UnitaryGate:
-            yield unitary(torch.from_numpy(np.array(operation.params[0])), *places)
+            yield unitary(torch.from_numpy(np.array(operation.params[0])), *qubits)
         elif kind is library.PermutationGate:
-            yield from _permutation(operation.pattern, places)
+            yield from _permutation(operation.pattern, qubits)
         else:
-            yield from self._defined(operation, places)
+            yield from self._defined(operation, qubits)
 
-    def _defined(self, operation: Any, places: Sequence[int]) -> Iterator[Gate]:
+    def _defined(self, operation: Any, qubits: Sequence[int]) -> Iterator[Gate]:
         """The gates of an instruction's definition, or else its matrix."""
         definition = getattr(operation, "definition", None)
-        if definition is None and hasattr(operation, "to_circuit"):  # a Clifford is no gate
+        if definition is None and hasattr(operation, "to_circuit"):  # a Clifford is not a gate
             definition = operation.to_circuit()
         if definition is not None:
-            yield from self.gates(definition, places)
-        elif hasattr(operation, "__array__") and len(places) <= _WIDEST_MATRIX:
-            yield unitary(torch.from_numpy(np.array(operation, dtype=np.complex128)), *places)
+            yield from self.gates(definition, qubits)
+        elif hasattr(operation, "__array__") and len(qubits) <= _WIDEST_MATRIX:
+            yield unitary(torch.from_numpy(np.array(operation, dtype=np.complex128)), *qubits)
         else:
             raise ConfigError(
                 f"gate {operation.name}: not supported, and not defined by gates that are "
                 f"({', '.join(KINDS)}, u, {UNITARY}, and these with controls)"
             )
 
-    def _controlled(self, base: Any, places: Sequence[int], bits: Sequence[int]) -> Iterator[Gate]:
+    def _controlled(self, base: Any, qubits: Sequence[int], bits: Sequence[int]) -> Iterator[Gate]:
         """An instruction under as many controls as there are bits, which come first."""
-        controls, targets = places[: len(bits)], places[len(bits) :]
+        controls, targets = qubits[: len(bits)], qubits[len(bits) :]
         if targets:
             for part in self._operation(base, targets):
                 yield part.controlled(*controls, state=bits)
@@ -254,7 +269,7 @@ class Reader:
             for angle in self._phases(base):
                 yield from _phase_of_controls(angle, controls, bits)
 
-    def _annotated(self, operation: Any, places: Sequence[int]) -> Iterator[Gate]:
+    def _annotated(self, operation: Any, qubits: Sequence[int]) -> Iterator[Gate]:
         """A base gate, and modifiers of which the last one is the outermost."""
         from qiskit.circuit import AnnotatedOperation, ControlModifier, InverseModifier
 
@@ -262,16 +277,16 @@ class Reader:
         base = AnnotatedOperation(operation.base_op, inner) if inner else operation.base_op
         if isinstance(modifier, ControlModifier):
             bits = [modifier.ctrl_state >> i & 1 for i in range(modifier.num_ctrl_qubits)]
-            yield from self._controlled(base, places, bits)
+            yield from self._controlled(base, qubits, bits)
         elif isinstance(modifier, InverseModifier):
-            yield from _inverse(self._operation(base, places))
+            yield from _inverse(self._operation(base, qubits))
         elif float(modifier.power).is_integer():
             for _ in range(abs(int(modifier.power))):
                 self._count(operation)
-                parts = self._operation(base, places)
+                parts = self._operation(base, qubits)
                 yield from _inverse(parts) if modifier.power < 0 else parts
-        elif len(places) <= _WIDEST_MATRIX:
-            yield unitary(torch.from_numpy(np.array(operation.to_matrix())), *places)
+        elif len(qubits) <= _WIDEST_MATRIX:
+            yield unitary(torch.from_numpy(np.array(operation.to_matrix())), *qubits)
         else:
             raise ConfigError(f"gate {base.name}: a power of {modifier.power} on so many qubits")
 
@@ -296,7 +311,7 @@ class Reader:
         if self._num_read > _MOST_INSTRUCTIONS:
             raise ConfigError(
                 f"gate {operation.name}: the circuit has more than {_MOST_INSTRUCTIONS:,} "
-                "instructions when all definitions are taken apart"
+                "instructions when all definitions are expanded"
             )
 
     def _check_measured(self, part: Gate, operation: Any) -> None:
@@ -330,12 +345,11 @@ def _inverse(gates: Iterable[Gate]) -> Iterator[Gate]:
     return (each.inverse() for each in reversed(list(gates)))
 
 
-def _permutation(pattern: Iterable[int], places: Sequence[int]) -> Iterator[Gate]:
-    """Swaps after which place i holds what place pattern[i] held."""
-    wanted = [int(p) for p in pattern]
-    for place in range(len(wanted)):
-        origin = wanted[place]
-        while origin < place:  # what was there has been swapped away
-            origin = wanted[origin]
-        if origin != place:
-            yield gate("swap", places[place], places[origin])
+def _permutation(pattern: Iterable[int], qubits: Sequence[int]) -> Iterator[Gate]:
+    """Swaps after which qubit i has the former state of qubit pattern[i]."""
+    sources = [int(p) for p in pattern]
+    for target, source in enumerate(sources):
+        while source < target:  # an earlier swap has moved its state
+            source = sources[source]
+        if source != target:
+            yield gate("swap", qubits[target], qubits[source])

@@ -1,7 +1,7 @@
 """Channels: noise on some qubits, as Kraus operators by PennyLane's names.
 
 A channel is ρ → Σ_k w_k M_k ρ M_kᴴ with weights w_k and matrices M_k: Kraus operators √w_k M_k,
-whose weights are kept apart so that derivatives at strength 0 are finite.
+whose weights are separate so that derivatives at strength 0 are finite.
 """
 
 from __future__ import annotations
@@ -15,8 +15,14 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError
-from lockstep.systems.quantum.circuits.angles import Angle, Expression, as_integer, kind_of
-from lockstep.systems.quantum.circuits.circuit import Circuit, gate
+from lockstep.systems.quantum.circuits.angles import (
+    Angle,
+    Expression,
+    as_angle,
+    as_integer,
+    kind_of,
+)
+from lockstep.systems.quantum.circuits.gates import PAULIS, Evaluation, pauli_matrix
 from lockstep.systems.quantum.simulation.adjoint import is_transformed
 
 Kraus = tuple[Tensor, Tensor]
@@ -38,45 +44,48 @@ class ChannelKind:
     kraus: Callable[[Tensor], Kraus]
 
 
+def _complex(like: Tensor) -> torch.dtype:
+    return torch.complex64 if like.dtype == torch.float32 else torch.complex128
+
+
 def constant(like: Tensor, *rows: Sequence[Sequence[complex]]) -> Tensor:
-    """Matrices [..., K, D, D] that depend on nothing, beside values [..., V]."""
-    dtype = torch.complex64 if like.dtype == torch.float32 else torch.complex128
-    matrices = torch.tensor(rows, dtype=dtype, device=like.device)
+    """Constant matrices [..., K, D, D], expanded to the batch of values [..., V]."""
+    matrices = torch.tensor(rows, dtype=_complex(like), device=like.device)
     return matrices.expand(*like.shape[:-1], *matrices.shape)
 
 
-_I = ((1, 0), (0, 1))
-_X = ((0, 1), (1, 0))
-_Y = ((0, -1j), (1j, 0))
-_Z = ((1, 0), (0, -1))
 TO_ZERO = (((1, 0), (0, 0)), ((0, 1), (0, 0)))
 """|0><0| and |0><1|."""
 _TO_ONE = (((0, 0), (1, 0)), ((0, 0), (0, 1)))
 """|1><0| and |1><1|."""
 PROJECTORS = (((1, 0), (0, 0)), ((0, 0), (0, 1)))
-"""What a measurement does to the state, for the outcomes 0 and 1."""
+"""The projections of a measurement, for the outcomes 0 and 1."""
 
 
-def _flip(matrix: Sequence[Sequence[complex]]) -> Callable[[Tensor], Kraus]:
+def _pauli(string: str) -> Callable[[Tensor], Kraus]:
+    """A Pauli string with probability p."""
+    pauli = pauli_matrix(string)
+    both = torch.stack([torch.eye(len(pauli), dtype=torch.complex128), pauli]).tolist()
+
     def kraus(values: Tensor) -> Kraus:
         p = values[..., 0]
-        return torch.stack([1 - p, p], -1), constant(values, _I, matrix)
+        return torch.stack([1 - p, p], -1), constant(values, *both)
 
     return kraus
 
 
 def _depolarizing(values: Tensor) -> Kraus:
     p = values[..., 0]
-    return torch.stack([1 - p, p / 3, p / 3, p / 3], -1), constant(values, _I, _X, _Y, _Z)
+    return torch.stack([1 - p, p / 3, p / 3, p / 3], -1), constant(values, *PAULIS.values())
 
 
 def _fading(values: Tensor, first: int) -> Tensor:
     """diag(1, √(1 - γ)), or with `first` = 0 diag(√(1 - γ), 1)."""
     left = 1 - values[..., 0]
-    # At 0 the root has no finite derivative; it is asked for only where γ is a number.
+    # At 0 the root has no finite derivative; `_check` refuses trained values there.
     root = left.where(left > 0, 1).sqrt().where(left > 0, 0)
     pair = (torch.ones_like(root), root) if first else (root, torch.ones_like(root))
-    return torch.diag_embed(torch.stack(pair, -1)).to(constant(values, _I).dtype)
+    return torch.diag_embed(torch.stack(pair, -1)).to(_complex(values))
 
 
 def _amplitude_damping(values: Tensor) -> Kraus:
@@ -102,11 +111,11 @@ def _phase_damping(values: Tensor) -> Kraus:
 def _reset_error(values: Tensor) -> Kraus:
     p0, p1 = values.unbind(-1)
     weights = torch.stack([1 - p0 - p1, p0, p0, p1, p1], -1)
-    return weights, constant(values, _I, *TO_ZERO, *_TO_ONE)
+    return weights, constant(values, PAULIS["I"], *TO_ZERO, *_TO_ONE)
 
 
 def _thermal_relaxation(values: Tensor) -> Kraus:
-    """Generalized amplitude damping, then the dephasing that is left to T2.
+    """Generalized amplitude damping, then the rest of the dephasing given by T2.
 
     Populations decay by exp(-t/T1) and coherences by exp(-t/T2), of which damping alone gives
     exp(-t/2T1). The same channel for T2 up to 2 T1.
@@ -115,7 +124,7 @@ def _thermal_relaxation(values: Tensor) -> Kraus:
     gamma = -torch.expm1(-time / t1)
     flip = (1 - (time / (2 * t1) - time / t2).exp()) / 2
     weights, matrices = _generalized_amplitude_damping(torch.stack([gamma, excited], -1))
-    phases, turning = _flip(_Z)(flip[..., None])
+    phases, turning = _pauli("Z")(flip[..., None])
     both = (turning[..., :, None, :, :] @ matrices[..., None, :, :, :]).flatten(-4, -3)
     return (phases[..., :, None] * weights[..., None, :]).flatten(-2), both
 
@@ -125,8 +134,8 @@ TIME = (0.0, float("inf"))
 
 CHANNELS: Mapping[str, ChannelKind] = MappingProxyType(
     {
-        "BitFlip": ChannelKind(("p",), (_SHARE,), _flip(_X)),
-        "PhaseFlip": ChannelKind(("p",), (_SHARE,), _flip(_Z)),
+        "BitFlip": ChannelKind(("p",), (_SHARE,), _pauli("X")),
+        "PhaseFlip": ChannelKind(("p",), (_SHARE,), _pauli("Z")),
         "DepolarizingChannel": ChannelKind(("p",), (_SHARE,), _depolarizing),
         "AmplitudeDamping": ChannelKind(("gamma",), (_SHARE,), _amplitude_damping),
         "GeneralizedAmplitudeDamping": ChannelKind(
@@ -140,13 +149,6 @@ CHANNELS: Mapping[str, ChannelKind] = MappingProxyType(
     }
 )
 """Channels on one qubit by name; `PauliError` and `QubitChannel` have further arguments."""
-PAULI_KIND = ChannelKind(("p",), (_SHARE,), _flip(_X))
-"""The values of a `PauliError`; its operators depend on its letters."""
-PAULIS: Mapping[str, Sequence[Sequence[complex]]] = MappingProxyType(
-    {"I": _I, "X": _X, "Y": _Y, "Z": _Z}
-)
-"""Matrix of each letter."""
-
 
 _COMPLETE = 1e-9
 """How far Σ KᴴK of given operators may be from the identity."""
@@ -189,56 +191,64 @@ class Channel:
                 of 1.
         """
         self._check(values)
-        # Numbers, too, come as functions of parameters, of derivative 0.
+        # Numbers are evaluated with the parameters, too; they must get no gradient.
         trained = torch.tensor(self.trained, dtype=torch.bool, device=values.device)
         values = values.where(trained, values.detach())
         if self.matrices is not None:
-            dtype = torch.complex64 if values.dtype == torch.float32 else torch.complex128
-            matrices = self.matrices.to(values.device, dtype)
+            matrices = self.matrices.to(values.device, _complex(values))
             weights = values.new_ones(*values.shape[:-1], len(matrices))
             return weights, matrices.expand(*values.shape[:-1], *matrices.shape)
-        if self.operators:
-            p = values[..., 0]
-            whole = torch.ones(1, 1, dtype=torch.complex128)
-            for letter in reversed(self.operators):  # the first qubit is the low bit
-                one = PAULIS[letter]
-                whole = torch.kron(whole, torch.tensor(one, dtype=torch.complex128))
-            both = torch.stack([torch.eye(len(whole), dtype=torch.complex128), whole])
-            return torch.stack([1 - p, p], -1), constant(values, *both.tolist())
-        return CHANNELS[self.name].kraus(values)
+        return self._kind.kraus(values)
 
-    @cached_property
+    @property
     def trained(self) -> tuple[bool, ...]:
         """For each of its values, whether it depends on parameters."""
-        carriers = [Circuit(1, [gate("rx", 0, angle=value)]) for value in self.values]
-        return tuple(carrier.num_parameters > 0 for carrier in carriers)
+        return tuple(bool(value.parameters) for value in self.values)
 
     @property
     def numbers(self) -> Tensor | None:
         """Its values, [V], float64; None where they depend on parameters."""
         if any(self.trained):
             return None
-        carriers = Circuit(1, [gate("rx", 0, angle=value) for value in self.values])
-        return carriers.angles(torch.zeros(0, dtype=torch.float64))
+        return Evaluation(self.values)(torch.zeros(0, dtype=torch.float64))
+
+    @cached_property
+    def _kind(self) -> ChannelKind:
+        if self.operators:
+            # The first qubit is the low bit.
+            return ChannelKind(("p",), (_SHARE,), _pauli(self.operators[::-1]))
+        return CHANNELS[self.name]
+
+    def has_hidden_gradient(self, values: Tensor) -> bool:
+        """Whether an operator of weight 0 gets another weight when the values [B, V] change.
+
+        An operator whose weight stays 0 adds nothing to a gradient.
+        """
+        with torch.enable_grad():
+            values = values.detach().requires_grad_()
+            weights, _ = self.kraus(values)
+            absent = weights.where(weights <= 0, 0).sum(0)
+            slopes = [torch.autograd.grad(one, values, retain_graph=True)[0] for one in absent]
+        return any(bool(slope.any()) for slope in slopes)
 
     def _check(self, values: Tensor) -> None:
-        kind = PAULI_KIND if self.operators else CHANNELS.get(self.name)
-        if kind is None:
+        if self.matrices is not None:
             return
+        kind = self._kind
         least, greatest = values.detach().new_tensor(kind.bounds).unbind(-1)
         wrong = ~((values >= least) & (values <= greatest))
         if kind.bounds[-1] == TIME:
             wrong[..., 1:3] |= ~(values[..., 1:3] > 0)
-        for place, name in enumerate(kind.values):
-            if wrong[..., place].any():
-                value = values[..., place][wrong[..., place]][0].item()
-                low, high = kind.bounds[place]
+        for i, name in enumerate(kind.values):
+            if wrong[..., i].any():
+                value = values[..., i][wrong[..., i]][0].item()
+                low, high = kind.bounds[i]
                 needed = f"from {low:g} to {high:g}" if high < TIME[1] else "positive"
                 raise ConfigError(f"{self.name}: {name}={value:g} must be {needed}")
         has_gradient = values.requires_grad or is_transformed(values)
-        for place, name in enumerate(kind.values):
-            ends = has_gradient and self.trained[place] and name == "gamma"
-            if ends and (values[..., place] == 1).any():
+        for i, name in enumerate(kind.values):
+            is_trained = has_gradient and self.trained[i] and name == "gamma"
+            if is_trained and (values[..., i] == 1).any():
                 raise ConfigError(
                     f"{self.name}: a trained gamma of 1 has no finite gradient; keep it below 1"
                 )
@@ -272,7 +282,7 @@ def channel(name: str, qubit: int, **values: Angle | Expression | float) -> Chan
         raise ConfigError(
             f"{name}: needs {', '.join(wanted)}, not {', '.join(values) or 'nothing'}"
         )
-    return _checked(Channel(name, _places([qubit], name), _values(name, values, wanted)))
+    return _checked(Channel(name, _checked_qubits([qubit], name), _values(name, values, wanted)))
 
 
 def pauli_error(operators: str, *qubits: int, p: Angle | Expression | float) -> Channel:
@@ -286,14 +296,15 @@ def pauli_error(operators: str, *qubits: int, p: Angle | Expression | float) -> 
     Raises:
         ConfigError: the letters do not fit the qubits, or p is out of bounds.
     """
-    places = _places(qubits, PAULI_ERROR)
+    checked = _checked_qubits(qubits, PAULI_ERROR)
     if not isinstance(operators, str) or set(operators) - set("IXYZ"):
         raise ConfigError(f"{PAULI_ERROR}: {operators!r} must have letters of I, X, Y, Z")
-    if len(operators) != len(places) or not 1 <= len(places) <= _MOST_QUBITS:
+    if len(operators) != len(checked) or not 1 <= len(checked) <= _MOST_QUBITS:
         raise ConfigError(
             f"{PAULI_ERROR}: needs a letter for each qubit, and from 1 to {_MOST_QUBITS} of them"
         )
-    return _checked(Channel(PAULI_ERROR, places, _values(PAULI_ERROR, {"p": p}, ("p",)), operators))
+    values = _values(PAULI_ERROR, {"p": p}, ("p",))
+    return _checked(Channel(PAULI_ERROR, checked, values, operators))
 
 
 def qubit_channel(matrices: Sequence[Tensor], *qubits: int) -> Channel:
@@ -306,10 +317,10 @@ def qubit_channel(matrices: Sequence[Tensor], *qubits: int) -> Channel:
     Raises:
         ConfigError: the operators are not complete, or do not fit the qubits.
     """
-    places = _places(qubits, QUBIT_CHANNEL)
-    size = 1 << len(places)
+    checked = _checked_qubits(qubits, QUBIT_CHANNEL)
+    size = 1 << len(checked)
     given = list(matrices) if isinstance(matrices, (Sequence, Tensor)) else []
-    if not 1 <= len(places) <= _MOST_QUBITS or not given:
+    if not 1 <= len(checked) <= _MOST_QUBITS or not given:
         raise ConfigError(
             f"{QUBIT_CHANNEL}: needs a sequence of matrices, and from 1 to {_MOST_QUBITS} qubits"
         )
@@ -323,10 +334,10 @@ def qubit_channel(matrices: Sequence[Tensor], *qubits: int) -> Channel:
         raise ConfigError(
             f"{QUBIT_CHANNEL}: the sum of KᴴK must be the identity (it is off by {gap:.1e})"
         )
-    return Channel(QUBIT_CHANNEL, places, matrices=kept)
+    return Channel(QUBIT_CHANNEL, checked, matrices=kept)
 
 
-def _places(qubits: Sequence[int], name: str) -> tuple[int, ...]:
+def _checked_qubits(qubits: Sequence[int], name: str) -> tuple[int, ...]:
     places = tuple(as_integer(q, f"{name}: qubit") for q in qubits)
     if len(set(places)) < len(places) or min(places, default=0) < 0:
         raise ConfigError(f"{name}: its qubits must be different, and not negative")
@@ -339,16 +350,14 @@ def _values(
     made = []
     for key in wanted:
         value = values[key]
-        if isinstance(value, (bool, type(None))):
+        if isinstance(value, bool):
             raise ConfigError(f"{name}: {key} must be a number or a `parameter`, not {value!r}")
         try:
-            carrier = gate("rx", 0, angle=value)  # as functions of parameters, values are angles
+            made.append(as_angle(value))
         except ConfigError as error:
             raise ConfigError(
                 f"{name}: {key} must be a finite number or a `parameter`, not {value!r}"
             ) from error
-        assert carrier.angle is not None
-        made.append(carrier.angle)
     return tuple(made)
 
 

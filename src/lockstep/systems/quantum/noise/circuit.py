@@ -39,32 +39,28 @@ def checked_parameters(
     """The parameters [..., P] in a dtype and on a device; none where the circuit has none.
 
     Raises:
-        ConfigError: they are no real tensor of that shape, or there are no rows.
+        ConfigError: they are not a real tensor of that shape, or there are no rows.
     """
-    if parameters is None:
-        if circuit.num_parameters:
-            raise ConfigError(f"the circuit needs {circuit.num_parameters} parameters")
-        parameters = torch.zeros(0)
-    circuit.check_parameters(parameters)
+    parameters = circuit.check_parameters(parameters)
     if not parameters.shape[:-1].numel():
         raise ConfigError(f"parameters {list(parameters.shape)}: there are no rows")
     return parameters.to(device, dtype)
 
 
 Confusion = tuple[tuple[float, float], tuple[float, float]]
-"""Row v has the probabilities to read 0 and 1 where a qubit is found as v."""
+"""Row v has the probabilities to read 0 and 1 where the outcome is v."""
 
 _EXACT = 1e-9
-"""How far the sum of a row may be from 1 and the row be taken as it is."""
+"""How far the sum of a row may be from 1 for a row to be used as it is."""
 _ROUNDED = 1e-6
-"""How far it may be from 1 at all: as by numbers of float32. Such a row is divided by its sum."""
+"""Greatest distance from 1: the rounding of float32. Such a row is divided by its sum."""
 
 
 def confusion_matrix(rows: object) -> Confusion:
     """A confusion matrix [2, 2], from a tensor or from rows of numbers.
 
     Raises:
-        ConfigError: a row is no distribution.
+        ConfigError: a row is not a distribution.
     """
     given = rows.tolist() if isinstance(rows, Tensor) else rows
     try:
@@ -91,14 +87,14 @@ def _of_sum_1(zero: float, one: float) -> tuple[float, float]:
 
 
 def misread(likely: Tensor, confusion: Sequence[object]) -> Tensor:
-    """The distribution of what is read, of outcomes of a measurement of all qubits.
+    """The distribution of the values read, from that of a measurement of all qubits.
 
     Args:
         likely: probabilities of the outcomes, real, [..., 2^n].
         confusion: a confusion matrix as for `Measure`, for each of the n qubits.
 
     Returns:
-        Probabilities [..., 2^n] of what is read; differentiable.
+        Probabilities [..., 2^n] of the values read; differentiable.
 
     Raises:
         ConfigError: there are not n confusion matrices, or one is none.
@@ -125,11 +121,11 @@ class Measure:
     """A measurement of a qubit, whose outcome goes into a classical bit.
 
     Attributes:
-        qubit: qubit that is measured; it is left as it was found.
-        bit: classical bit that keeps the outcome.
-        confusion: readout error: row v has the probabilities to read 0 and 1 where the qubit is
-            found as v. Rows whose sum is 1 as far as float32 can tell are divided by it. None for a
-            perfect readout.
+        qubit: qubit that is measured; its state becomes the outcome's.
+        bit: classical bit that is set to the outcome.
+        confusion: readout error: row v has the probabilities to read 0 and 1 where the outcome is
+            v. Rows whose sum is 1 to the precision of float32 are divided by it. None for a perfect
+            readout.
     """
 
     qubit: int
@@ -140,7 +136,7 @@ class Measure:
         """Check the numbers.
 
         Raises:
-            ConfigError: qubit or bit are no such integers, or a row of the confusion matrix is no
+            ConfigError: qubit or bit are not integers, or a row of the confusion matrix is no
                 distribution.
         """
         object.__setattr__(self, "qubit", as_integer(self.qubit, "measure: qubit"))
@@ -151,7 +147,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Reset:
-    """A reset of a qubit to |0>, whatever it was.
+    """A reset of a qubit to |0>.
 
     Attributes:
         qubit: qubit that is reset.
@@ -170,13 +166,13 @@ class Reset:
 
 @dataclass(frozen=True)
 class If:
-    """Operations that depend on classical bits.
+    """Operations that are conditional on classical bits.
 
     Attributes:
-        bits: classical bits that are looked at; the first is the low bit of `value`.
-        value: value that they must have together.
-        then: operations where they have it.
-        otherwise: operations where they have not.
+        bits: classical bits of the condition; the first is the low bit of `value`.
+        value: value that the bits must have together.
+        then: operations if they have this value.
+        otherwise: operations if not.
     """
 
     bits: tuple[int, ...]
@@ -202,6 +198,13 @@ class If:
             object.__setattr__(
                 self, name, tuple(given) if isinstance(given, Iterable) else (given,)
             )
+
+    def holds(self, values: Tensor) -> Tensor:
+        """Whether the condition holds, for values of all classical bits, int64 of any shape."""
+        holds = torch.ones_like(values, dtype=torch.bool)
+        for position, bit in enumerate(self.bits):
+            holds &= (values >> bit & 1) == (self.value >> position & 1)
+        return holds
 
 
 Operation = Gate | Channel | Measure | Reset | If
@@ -260,13 +263,13 @@ class DynamicCircuit:
         used = Circuit(num_qubits, [*_gates(every), *_carriers(every)], num_parameters)
         object.__setattr__(self, "num_parameters", used.num_parameters)
 
-    def check_parameters(self, parameters: Tensor) -> None:
-        """Check that a tensor can hold parameters of this circuit.
+    def check_parameters(self, parameters: Tensor | None) -> Tensor:
+        """The parameters [..., num_parameters]; None stands for those of a circuit that has none.
 
         Raises:
-            ConfigError: it is not a real tensor [..., num_parameters].
+            ConfigError: they are not such a real tensor.
         """
-        self._gates.check_parameters(parameters)
+        return self._gates.check_parameters(parameters)
 
     @cached_property
     def every(self) -> tuple[Operation, ...]:
@@ -288,7 +291,7 @@ class DynamicCircuit:
             parameters: real tensor [..., num_parameters].
 
         Raises:
-            ConfigError: the parameters are no such tensor.
+            ConfigError: the parameters are not such a tensor.
         """
         return self._gates.angles(parameters)
 
@@ -299,7 +302,7 @@ class DynamicCircuit:
             parameters: real tensor [..., num_parameters].
 
         Raises:
-            ConfigError: the parameters are no such tensor.
+            ConfigError: the parameters are not such a tensor.
         """
         return self._carriers.angles(parameters)
 

@@ -1,14 +1,4 @@
-"""The two simulators of noise: density matrices, and trajectories of state vectors.
-
-Each shot follows one outcome of each channel, measurement and reset, drawn with its probability
-(Dalibard, Castin and Mølmer, Phys. Rev. Lett. 68, 580 (1992)). The mean of |ψ><ψ| over shots is the
-density matrix.
-
-A state is divided by the root of the probability p of what was drawn, taken as a constant. So its
-norm is 1, and the gradient of its squared norm is that of ln p: the mean of any quantity linear in
-|ψ><ψ| has an unbiased gradient, since Σ_k p_k ∇(<ψ|M_kᴴ O M_k|ψ> / p_k) = ∇ tr(ρ O) where the p_k
-are constants.
-"""
+"""Density matrices: exact simulation of circuits with noise, measurements and conditions."""
 
 from __future__ import annotations
 
@@ -19,14 +9,13 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError
-from lockstep.systems.quantum.circuits.angles import as_integer
-from lockstep.systems.quantum.circuits.circuit import Circuit, Gate
-from lockstep.systems.quantum.circuits.steps import act, with_controls
+from lockstep.systems.quantum.circuits.circuit import Gate
+from lockstep.systems.quantum.circuits.gates import act, with_controls
 from lockstep.systems.quantum.hamiltonians.operator import (
     PauliOperator,
     hamiltonian_terms,
     masks_of,
-    parity_signs,
+    pauli_phases,
 )
 from lockstep.systems.quantum.noise.channels import TO_ZERO, Channel
 from lockstep.systems.quantum.noise.circuit import (
@@ -38,11 +27,8 @@ from lockstep.systems.quantum.noise.circuit import (
     checked_circuit,
     checked_parameters,
 )
-from lockstep.systems.quantum.noise.shots import Layout, Shots, Walk, checked_key, uniform
-from lockstep.systems.quantum.simulation.adjoint import differentiable_once, is_transformed
 from lockstep.systems.quantum.simulation.measure import PauliSum
-from lockstep.systems.quantum.simulation.parts import check_fits, check_memory, checked_amplitudes
-from lockstep.systems.quantum.simulation.statevector import Simulator
+from lockstep.systems.quantum.simulation.parts import check_fits, checked_amplitudes
 
 _COPIES = 4
 """Density matrices in memory at a time, without gradients."""
@@ -52,7 +38,7 @@ _COPIES_OF_AN_OPERATION = 3
 
 @dataclass(frozen=True, eq=False)
 class DensityState:
-    """What a circuit ends in.
+    """The final state of a circuit.
 
     Attributes:
         branches: for each value of the classical bits, the density matrix times the probability of
@@ -92,9 +78,9 @@ class DensityState:
             )
         total = density.real.new_zeros(density.shape[:-2])
         for string, coefficient in terms.items():
-            x, z = masks_of(string)
-            factor = coefficient * 1j ** (x & z).bit_count() * parity_signs(index, z)
-            total = total + (density[..., index, index ^ x] * factor.to(density.dtype)).sum(-1).real
+            x, _ = masks_of(string)
+            factor = (coefficient * pauli_phases(string, index)).to(density.dtype)
+            total = total + (density[..., index, index ^ x] * factor).sum(-1).real
         return total
 
 
@@ -123,14 +109,14 @@ class DensitySimulator:
         """The state after the circuit.
 
         Args:
-            parameters: real tensor [..., num_parameters]; may be left out where there are none.
+            parameters: real tensor [..., num_parameters]; optional if there are none.
 
         Returns:
             State whose tensors are differentiable in the parameters, any number of times.
 
         Raises:
-            ConfigError: the parameters are no such tensor, a channel's value is out of bounds, or
-                the density matrices do not fit into memory.
+            ConfigError: the parameters are not such a tensor, a channel's value is out of bounds,
+                or the density matrices do not fit into memory.
         """
         circuit, real = self.circuit, self.dtype.to_real()
         given = checked_parameters(circuit, parameters, real, self.device)
@@ -176,7 +162,9 @@ class _Evolution:
                 weights, matrices = each.kraus(torch.stack(own, -1) if own else empty)
                 branches = _superoperator(branches, weights, matrices, each.qubits)
             elif isinstance(each, Reset):
-                branches = _moved_to_zero(branches, each.qubit)
+                matrices = torch.tensor([TO_ZERO], dtype=branches.dtype, device=branches.device)
+                weights = branches.real.new_ones(1, 2)
+                branches = _superoperator(branches, weights, matrices, (each.qubit,))
             elif isinstance(each, Measure):
                 branches = _measured(branches, each)
             else:
@@ -192,12 +180,9 @@ class _Evolution:
         return act(matrix.conj(), left.mT, bits).mT
 
     def _conditioned(self, branches: Tensor, each: If) -> Tensor:
-        """All is linear in the density matrices: two runs, each with the others' branches as 0."""
-        index = torch.arange(branches.shape[1], device=branches.device)
-        holds = torch.ones_like(index, dtype=torch.bool)
-        for place, bit in enumerate(each.bits):
-            holds &= (index >> bit & 1) == (each.value >> place & 1)
-        where = holds[:, None, None]
+        """Run both sides, each on its own branches only: all is linear in the density matrices."""
+        values = torch.arange(branches.shape[1], device=branches.device)
+        where = each.holds(values)[:, None, None]
         then = self.run(branches.where(where, 0), each.then)
         return then + self.run(branches.where(~where, 0), each.otherwise)
 
@@ -216,14 +201,8 @@ def _superoperator(
     return act(whole, branches.flatten(-2)[..., None], bits).view_as(branches)
 
 
-def _moved_to_zero(branches: Tensor, qubit: int) -> Tensor:
-    like = branches.real.new_empty(1, 0)
-    matrices = torch.tensor([TO_ZERO], dtype=branches.dtype, device=branches.device)
-    return _superoperator(branches, like.new_ones(1, 2), matrices, (qubit,))
-
-
 def _measured(branches: Tensor, each: Measure) -> Tensor:
-    """Coherences between outcomes vanish; each outcome goes to the branches of what is read."""
+    """Remove coherences between outcomes, and move each outcome to the branches it is read as."""
     batch, count, size, _ = branches.shape
     bit = torch.arange(size, device=branches.device) >> each.qubit & 1
     found = [
@@ -231,122 +210,7 @@ def _measured(branches: Tensor, each: Measure) -> Tensor:
     ]
     read = each.confusion or ((1.0, 0.0), (0.0, 1.0))
     split = (batch, count >> each.bit + 1, 2, 1 << each.bit, size, size)
-    # Whatever the bit was before, it is overwritten.
+    # The sum over the bit's former values: it is overwritten.
     zero, one = (outcome.view(split).sum(2) for outcome in found)
     both = [read[0][value] * zero + read[1][value] * one for value in (0, 1)]
     return torch.stack(both, 2).reshape(branches.shape)
-
-
-_ONCE = (
-    "second derivatives of trajectories are not supported: outcomes of probability 0 are never "
-    "drawn, and may have curvature; use the density matrix (DensitySimulator)"
-)
-_TRANSFORMED = (
-    "torch.func and forward-mode tangents do not go through trajectories: use torch.autograd, or "
-    "the density matrix (DensitySimulator)"
-)
-
-
-@dataclass(frozen=True, eq=False)
-class Trajectories:
-    """What the shots end in.
-
-    Attributes:
-        states: state of each shot, [..., shots, 2^n], of norm 1. Differentiable once: the mean over
-            shots of what is linear in |ψ><ψ| has an unbiased gradient; of anything else it has none
-            that is meant.
-        bits: value of the classical bits of each shot, [..., shots], int64; bit b of it is
-            classical bit b.
-    """
-
-    states: Tensor
-    bits: Tensor
-
-    @property
-    def weights(self) -> Tensor:
-        """1 for each shot, [..., shots], with the gradient of the logarithm of its probability.
-
-        The mean over shots of `weights` times a function of `bits` is the mean of that function,
-        with an unbiased gradient.
-        """
-        return torch.view_as_real(self.states).square().sum((-1, -2))
-
-    def expectation(self, hamiltonian: PauliSum | PauliOperator) -> Tensor:
-        """The expectation value of each shot, [..., shots], real; their mean estimates tr(ρ H).
-
-        Raises:
-            ConfigError: the Hamiltonian is of another number of qubits.
-        """
-        return PauliSum(hamiltonian_terms(hamiltonian)).expectation(self.states)
-
-
-class TrajectorySimulator:
-    """Simulates a circuit with noise by trajectories.
-
-    Args:
-        circuit: circuit to simulate.
-        dtype: dtype of the amplitudes, complex64 or complex128.
-        device: device on which the states are computed.
-
-    Raises:
-        ConfigError: an argument has the wrong type.
-    """
-
-    def __init__(
-        self,
-        circuit: DynamicCircuit,
-        dtype: torch.dtype = torch.complex128,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self.circuit = checked_circuit(circuit)
-        self._initial = Simulator(Circuit(circuit.num_qubits, []), dtype, device)
-        layout = Layout(self._initial)
-        self._program = layout.steps(circuit.operations)
-        self._places = layout.places
-
-    def run(
-        self,
-        parameters: Tensor | None = None,
-        shots: int = 1,
-        key: int | None = None,
-        first: int = 0,
-    ) -> Trajectories:
-        """Draw trajectories.
-
-        Shot s of row b of the parameters depends on `key`, b and s only; those of two calls may be
-        put together.
-
-        Args:
-            parameters: real tensor [..., num_parameters]; may be left out where there are none.
-            shots: number of trajectories for each row of the parameters.
-            key: key of the random numbers; by default drawn from torch's global generator, which
-                Lockstep seeds for each microbatch.
-            first: number of the first shot.
-
-        Raises:
-            ConfigError: the parameters are no such tensor, a channel's value is out of bounds, a
-                number is negative, the states do not fit into memory, `torch.func` or forward mode
-                differentiates, or a gradient would be biased: an operator of a channel has weight
-                0, but no longer when a trained value changes.
-        """
-        if as_integer(shots, "shots") < 1 or as_integer(first, "first") < 0:
-            raise ConfigError(f"shots={shots}, first={first}: must be at least 1, and at least 0")
-        circuit, dtype, device = self.circuit, self._initial.dtype, self._initial.device
-        given = checked_parameters(circuit, parameters, dtype.to_real(), device)
-        if is_transformed(given):
-            raise ConfigError(_TRANSFORMED)
-        lead = given.shape[:-1]
-        flat = given.reshape(lead.numel(), given.shape[-1])
-        grads = torch.is_grad_enabled() and given.requires_grad
-        check_memory(circuit.num_qubits, dtype, len(flat) * shots, grads)
-        number = checked_key(key)
-        drawn = [uniform(number, row, first, shots, self._places) for row in range(len(flat))]
-        start = Shots(
-            states=self._initial.state_at(flat.new_zeros(len(flat), 0)).repeat_interleave(shots, 0),
-            bits=torch.zeros(len(flat) * shots, dtype=torch.int64, device=device),
-            rows=torch.arange(len(flat), device=device).repeat_interleave(shots),
-            numbers=torch.cat(drawn).to(device),
-        )
-        last = Walk(circuit.angles(flat), circuit.values(flat)).run(start, self._program)
-        states = differentiable_once(last.states, _ONCE) if grads else last.states
-        return Trajectories(states.view(*lead, shots, -1), last.bits.view(*lead, shots))

@@ -1,14 +1,14 @@
 """States through all blocks of a circuit, and gradients by adjoint differentiation.
 
-Adjoint differentiation computes a gradient outside of autograd, which then takes it for a constant.
-So where a graph of the gradient is asked for (`create_graph=True`), the states are computed again
-by operations that autograd knows. That costs memory for the states after each block. The same
-operations are what `torch.func` and forward-mode differentiation transform, in any combination.
-
 The backward pass undoes the circuit on the state and on its gradient side by side (Jones and Gacon,
 arXiv:2009.02823). Beside the last state it keeps a fixed number of bytes of earlier ones, which
-need not be undone; so memory does not depend on the number of gates. From |0…0> on, a state has
-amplitudes only for the qubits that some gate has touched.
+need not be undone; so memory does not depend on the number of gates. A state that starts as |0…0>
+has amplitudes only for the qubits that some gate has touched.
+
+This computes a gradient outside of autograd, which then treats it as a constant. So where a graph
+of the gradient is needed (`create_graph=True`), the states are computed again by operations that
+autograd records, at the cost of memory for the states after each block. The same operations are
+used under `torch.func` and forward-mode differentiation, in any combination.
 """
 
 from __future__ import annotations
@@ -63,29 +63,29 @@ def is_transformed(*tensors: Tensor) -> bool:
 
     Then only operations that torch knows may act on the tensors.
     """
-    if torch._C._are_functorch_transforms_active():  # as torch.autograd.Function asks itself
+    if torch._C._are_functorch_transforms_active():  # torch.autograd.Function calls this, too
         return True
     parts = [forward_ad.unpack_dual(tensor) for tensor in tensors]  # type: ignore[no-untyped-call]
     return any(part.tangent is not None for part in parts)
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """The values that `torch.func` computes with, of all tensors of `vmap` in place of this one."""
+    """The tensor below all wrappers of `torch.func`, with the values of a whole `vmap`."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
 
 
 def num_copies(tensor: Tensor) -> int:
-    """How many tensors of its shape `torch.func.vmap` computes at once in place of this one."""
+    """How many tensors of this shape `torch.func.vmap` computes at once."""
     return max(1, unwrapped(tensor).numel() // max(1, tensor.numel()))
 
 
 def only_once(gradient: Tensor, message: str, *causes: Tensor) -> Tensor:
-    """A gradient that cannot be differentiated: an error, where autograd would give 0 silently.
+    """A gradient that raises an error when differentiated, where autograd would silently give 0.
 
     Args:
-        gradient: tensor of any shape that was computed outside of autograd, such as a gradient.
+        gradient: tensor of any shape that was computed outside of autograd.
         message: message of the error.
         causes: tensors that the gradient depends on.
 
@@ -154,8 +154,8 @@ OVER_RANKS = (
 
 
 KEPT_BYTES = 64 << 20
-"""Bytes of earlier states kept for the backward pass, on all ranks together, and as many of spare
-memory."""
+"""Bytes of earlier states kept for the backward pass, on all ranks together, and at most as many of
+unused memory."""
 _COPIES_OF_A_BLOCK = 6
 """States in memory for each block whose gradient is to be differentiated."""
 
@@ -208,7 +208,7 @@ class Evolve(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
         if not torch.is_grad_enabled():
             return *_adjoint(ctx, gradient), None, None
-        # The gradient is to be differentiated.
+        # Grad mode is on: the caller wants a graph of the gradient (create_graph=True).
         if ctx.part.num_parts == 1:
             return *_by_autograd(ctx, gradient), None, None
         angles, start, _ = ctx.saved_tensors
@@ -225,19 +225,19 @@ def _adjoint(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """The gradients in the angles and in the first states, by undoing the circuit."""
     _, _, state = ctx.saved_tensors
     part: StatePart = ctx.part
-    laid_out = ctx.program.plan
+    plan = ctx.program.plan
     wants_angles, wants_start, *_ = ctx.needs_input_grad
     matrices = ctx.matrices
     ket, bra = Moving(state, part), Moving(gradient.contiguous(), part)
-    ket.move_back(laid_out.moves)
-    bra.move_back(laid_out.moves)
-    numbers = range(len(laid_out.blocks))
+    ket.move_back(plan.moves)
+    bra.move_back(plan.moves)
+    numbers = range(len(plan.blocks))
     trained = [wants_angles and matrices[n].requires_grad for n in numbers]
     first = trained.index(True) if any(trained) else len(numbers)
     outputs, gradients = [], []
     last = 0 if wants_start else first
     for number in reversed(numbers[last:]):
-        block = laid_out.blocks[number]
+        block = plan.blocks[number]
         matrix = matrices[number].detach()
         if number in ctx.kept:
             ket.release()
@@ -276,24 +276,24 @@ def _summed(gradients: list[Tensor], part: StatePart) -> list[Tensor]:
 
 
 def _by_autograd(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients in the angles and in the first states, as functions that autograd knows.
+    """The gradients in the angles and in the first states, by operations that autograd records.
 
     Raises:
         ConfigError: the states after each block do not fit into memory.
     """
     angles, start, state = ctx.saved_tensors
-    laid_out, matrices = ctx.program
+    plan, matrices = ctx.program
     check_fits(
-        f"second derivatives of {len(laid_out.blocks)} blocks of gates",
-        _COPIES_OF_A_BLOCK * len(laid_out.blocks) * state.nbytes,
+        f"second derivatives of {len(plan.blocks)} blocks of gates",
+        _COPIES_OF_A_BLOCK * len(plan.blocks) * state.nbytes,
         state.device,
         "use fewer states at once, or the parameter-shift rule (lockstep.quantum.shifted)",
     )
-    # Views, since the states may depend on the angles in other ways, too.
+    # Views: the initial states may themselves depend on the angles, which must not count here.
     angles, start = angles.view_as(angles), start.view_as(start)
     needed = ctx.needs_input_grad[:2]
     wanted = [own for own, is_needed in zip((angles, start), needed, strict=True) if is_needed]
-    last = evolve(start, laid_out, matrices(angles))
+    last = evolve(start, plan, matrices(angles))
     if last.requires_grad:
         gradients = torch.autograd.grad(
             last, wanted, gradient, create_graph=True, materialize_grads=True

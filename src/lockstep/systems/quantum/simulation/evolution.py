@@ -20,26 +20,26 @@ _LARGE = 1 << 13
 
 
 class Moving:
-    """States that blocks act on in turn, between two pieces of memory.
+    """States that blocks act on one after the other, alternating between two buffers.
 
     Attributes:
-        states: the present states, [L·B, 2^m]: those of the first of L parts first. Those given are
-            not changed.
+        states: the current states, [L·B, 2^m]: those of the first of L parts first. The initial
+            states are not changed.
     """
 
     def __init__(self, states: Tensor, part: StatePart) -> None:
-        """Go on from some states.
+        """Start from some states.
 
         Args:
-            states: states to begin with, [L·B, 2^m], complex.
-            part: the parts that they are of; memory for new states comes from its pool, and goes
-                back to it.
+            states: initial states, [L·B, 2^m], complex.
+            part: the parts that they belong to; memory for new states comes from its pool, and is
+                returned to it.
         """
         self.states = states
         self._size = len(states) << part.num_local
         self._part = part
         self._pool = part.pool
-        self._memory: Tensor | None = None  # of the present states, unless they were given
+        self._memory: Tensor | None = None  # of the current states, if not initial
         self._spare: Tensor | None = None
 
     def apply(self, matrix: Tensor, block: Block) -> None:
@@ -57,17 +57,17 @@ class Moving:
             after = place.view(len(states), size, count, -1)
             for value in range(count):
                 _product(matrix[:, own.start + value], before[:, value].mT, after[:, :, value])
-        self._turn(target)
+        self._swap_buffers(target)
 
     def keep(self) -> tuple[Tensor, Tensor | None]:
-        """The present states, which stay as they are, and the memory that goes with them."""
+        """The current states, which will not be overwritten, and their memory."""
         if self.states.numel() < self._size:
             return self.states.clone(), None
         memory, self._memory = self._memory, None
         return self.states, memory
 
     def release(self) -> None:
-        """Give back what is not part of the present states."""
+        """Return the memory that is not in use to the pool."""
         if self._spare is not None:
             self._pool.give(self._spare)
             self._spare = None
@@ -83,10 +83,10 @@ class Moving:
             before = place.view(len(states), count, -1, size)
             for value in range(count):
                 _product(after[:, :, value].mT, conjugate[:, own.start + value], before[:, value])
-        self._turn(target)
+        self._swap_buffers(target)
 
     def _each_part(self, block: Block, target: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """For each part, the slice of its matrices, its states and their place in `target`."""
+        """For each part, the slice of its matrices, its states, and its part of `target`."""
         return zip(
             self._part.matrices_of(block),
             self.states.chunk(self._part.num_here),
@@ -105,7 +105,7 @@ class Moving:
                 self._permute(move)
 
     def move_back(self, moves: Sequence[Move]) -> None:
-        """The inverse of `move`: of axes that were added, what is at |0> remains."""
+        """The inverse of `move`; of axes that were added, the amplitudes at |0> remain."""
         for move in reversed(moves):
             if move is None:
                 self._exchange()
@@ -118,15 +118,15 @@ class Moving:
         target = self._target(self.states.shape[1] << count)
         target.zero_()
         target.view(len(target), -1, 1 << count)[..., 0] = self.states
-        self._turn(target)
+        self._swap_buffers(target)
 
     def _drop_axes(self, count: int) -> None:
         target = self._target(self.states.shape[1] >> count)
         target.copy_(self.states.view(len(target), -1, 1 << count)[..., 0])
-        self._turn(target)
+        self._swap_buffers(target)
 
     def _exchange(self) -> None:
-        """Let the axes of the parts and the first local ones change places."""
+        """Swap the axes of the parts with the first local ones."""
         part = self._part
         count = self.states.shape[1] // part.num_parts
         # From [from here, B, to, count] to [to, from here, B, count].
@@ -137,14 +137,14 @@ class Moving:
                 parcels.permute(0, 2, 1, 3)
             )
         else:
-            self._swap(parcels.contiguous(), part.transport, target)
-        self._turn(target)
+            self._exchange_ranks(parcels.contiguous(), part.transport, target)
+        self._swap_buffers(target)
 
-    def _swap(self, parcels: Tensor, transport: Transport, target: Tensor) -> None:
-        """Send parcels [to, from here, B, count] away, and put those that arrive into `target`."""
+    def _exchange_ranks(self, parcels: Tensor, transport: Transport, target: Tensor) -> None:
+        """Send parcels [to, from here, B, count], and write the received ones into `target`."""
         part, size = self._part, parcels[0, 0].numel()
         batch = parcels.shape[2]
-        direct = part.num_here == batch == 1  # parcels arrive in the order of their places
+        direct = part.num_here == batch == 1  # parcels arrive in the order of `target`
         arrived = target if direct else torch.empty_like(target)
         send, recv = (torch.view_as_real(t).view(-1) for t in (parcels, arrived))
         counts = [2 * number * part.num_here * size for number in part.counts]
@@ -162,23 +162,23 @@ class Moving:
         shape = (len(target), *(2,) * len(permutation))
         moved = self.states.view(shape).permute(0, *(p + 1 for p in permutation))
         target.view(shape).copy_(moved)
-        self._turn(target)
+        self._swap_buffers(target)
 
     def _target(self, size: int | None = None) -> Tensor:
-        """Memory for the next states, of as many amplitudes as the present ones or of `size`."""
+        """Memory for the next states, with as many amplitudes as the current ones or `size`."""
         count, present = self.states.shape
         size = size or present
         if self._spare is None:
             self._spare = self._pool.take(self._size, self.states)
         return self._spare[: count * size].view(count, size)
 
-    def _turn(self, target: Tensor) -> None:
+    def _swap_buffers(self, target: Tensor) -> None:
         self._memory, self._spare = self._spare, self._memory
         self.states = target
 
 
 class Kept(dict[int, Tensor]):
-    """States on the way through a circuit, by the number of the block that comes next.
+    """States in the middle of a circuit, by the number of the block that comes next.
 
     Their memory goes back to the pool when the graph of the backward pass is freed.
     """
@@ -189,13 +189,13 @@ class Kept(dict[int, Tensor]):
         self._memory: list[Tensor] = []
 
     def add(self, number: int, moving: Moving) -> None:
-        """Keep the present states, and with them their memory."""
+        """Keep the current states and their memory."""
         self[number], memory = moving.keep()
         if memory is not None:
             self._memory.append(memory)
 
     def __del__(self) -> None:
-        for memory in getattr(self, "_memory", ()):  # `__init__` may have been refused
+        for memory in getattr(self, "_memory", ()):  # `__init__` may have failed
             self._pool.give(memory)
 
 

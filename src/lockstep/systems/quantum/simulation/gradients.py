@@ -1,7 +1,7 @@
-"""Gradients by shifted angles, and the Fubini-Study metric of any circuit.
+"""Gradients by the parameter-shift rule, and the Fubini-Study metric of any circuit.
 
-The rule holds for what is linear in the state's density matrix: probabilities and expectation
-values. Functions of these, such as a logarithm, are differentiated by the chain rule around it.
+The rule holds for functions that are linear in the state's density matrix: probabilities and
+expectation values. Functions of these, such as a logarithm, are differentiated by the chain rule.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def frequencies(circuit: Circuit, only: Sequence[int] | None = None) -> Tensor:
     """
     users: dict[int, list[Gate]] = {}
     for gate in circuit.with_angle:
-        for number in gate.angle.parameters if gate.angle is not None else ():
+        for number in gate.parameters:
             users.setdefault(number, []).append(gate)
     numbers = range(circuit.num_parameters) if only is None else only
     return torch.tensor([_frequency(n, users.get(n, [])) for n in numbers], dtype=torch.float64)
@@ -69,7 +69,7 @@ _OF_SOME = (
 )
 
 _AMPLITUDES = 1 << 17
-"""About how many amplitudes are simulated at a time: what stays in a core's cache."""
+"""About how many amplitudes are simulated at a time: as many as fit into a core's cache."""
 
 Measure = Callable[[Tensor], Tensor]
 """Probabilities or expectation values [B, M] of states [B, 2^n]."""
@@ -91,7 +91,7 @@ def shifted(
             matrix; it may sample.
         only: bool tensor [num_parameters], True for the parameters that get a gradient; all by
             default. The gradient of some cannot be differentiated again: derivatives of second
-            order are no sum over parts.
+            order are not a sum over parts.
 
     Returns:
         Values [..., M], differentiable in the parameters, any number of times by shifts of shifts.
@@ -190,8 +190,7 @@ def _terms(simulator: Simulator, only: Tensor | None) -> tuple[Tensor, Tensor, T
     """
     terms = []
     for place, gate in enumerate(simulator.circuit.with_angle):
-        indices = () if gate.angle is None else gate.angle.parameters
-        if any(only is None or only[index] for index in indices):
+        if any(only is None or only[index] for index in gate.parameters):
             rule = shift_rule(gate.kind, bool(gate.controls))
             terms += [(place, coefficient, shift) for coefficient, shift in rule]
     device = simulator.device
@@ -203,7 +202,7 @@ def _terms(simulator: Simulator, only: Tensor | None) -> tuple[Tensor, Tensor, T
 
 Approximation = Literal["full", "block-diagonal", "diagonal"]
 
-_AT_ONCE = 1 << 26
+_CHUNK_BYTES = 1 << 26
 """About how many bytes of derivatives of states are computed at a time."""
 _COPIES = 4
 """Derivatives in memory: real and imaginary parts as computed, as complex numbers, conjugated."""
@@ -257,9 +256,12 @@ def metric_tensor(
     index = torch.tensor(numbers, dtype=torch.int64, device=simulator.device)
 
     def metric(row: Tensor) -> Tensor:
-        return _metric(simulator, row, index)
+        def state(own: Tensor) -> Tensor:
+            return torch.view_as_real(simulator.state(row.index_copy(0, index, own)))
 
-    chunk = max(1, _AT_ONCE // size)
+        return fubini_study_of(state, row[index])
+
+    chunk = max(1, _CHUNK_BYTES // size)
     metrics = torch.func.vmap(metric, chunk_size=chunk)(rows) if len(rows) else rows[:, :0, None]
     metrics = metrics.reshape(*parameters.shape[:-1], len(numbers), len(numbers))
     if approximation == "full":
@@ -280,10 +282,9 @@ def layers(circuit: Circuit) -> list[int]:
     by_layer: dict[int, set[int]] = {}
     for gate in circuit.gates:
         layer = max(depth[q] for q in gate.every_qubit)
-        own = gate.angle.parameters if gate.angle is not None else ()
-        by_layer.setdefault(layer, set()).update(own)
+        by_layer.setdefault(layer, set()).update(gate.parameters)
         for qubit in gate.every_qubit:
-            depth[qubit] = layer + bool(own)
+            depth[qubit] = layer + bool(gate.parameters)
     for members in by_layer.values():
         apart = [block for block in joined if not block & members]
         joined = [*apart, members.union(*(block for block in joined if block & members))]
@@ -294,12 +295,15 @@ def layers(circuit: Circuit) -> list[int]:
     return numbers
 
 
-def _metric(simulator: Simulator, row: Tensor, index: Tensor) -> Tensor:
-    def state(own: Tensor) -> Tensor:
-        return torch.view_as_real(simulator.state(row.index_copy(0, index, own)))
+def fubini_study_of(state: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
+    """The metric [p, p] of a state as a function of p real parameters (equation 4 again).
 
-    phi = torch.view_as_complex(state(row[index]))
-    moved = torch.func.jacfwd(state)(row[index])  # [amplitudes, 2, p]
+    Args:
+        state: function from parameters [p] to the real view of a state, [amplitudes, 2].
+        at: the parameters, [p].
+    """
+    phi = torch.view_as_complex(state(at))
+    moved = torch.func.jacfwd(state)(at)  # [amplitudes, 2, p]
     jacobian = torch.complex(moved[:, 0], moved[:, 1])
     along = phi.conj() @ jacobian
     return (jacobian.mH @ jacobian).real - torch.outer(along.conj(), along).real

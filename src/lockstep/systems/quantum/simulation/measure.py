@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError
-from lockstep.systems.quantum.circuits.angles import as_integer, kind_of
+from lockstep.systems.quantum.circuits.angles import as_integer, as_number, kind_of
 from lockstep.systems.quantum.simulation.adjoint import is_transformed
 
 _MOST_CATEGORIES = 1 << 24
-"""Number of outcomes that `torch.multinomial` takes."""
+"""Most outcomes that `torch.multinomial` supports."""
 
 
 def probabilities(states: Tensor, qubits: Sequence[int] | None = None) -> Tensor:
@@ -30,7 +28,7 @@ def probabilities(states: Tensor, qubits: Sequence[int] | None = None) -> Tensor
         Probabilities [..., 2^len(qubits)], real; differentiable.
 
     Raises:
-        ConfigError: `states` is no such tensor, or a qubit is not one of its n.
+        ConfigError: `states` is not such a tensor, or a qubit is not one of its n.
     """
     num_qubits = qubits_of(states)
     squares = torch.view_as_real(states).square().sum(-1)
@@ -73,6 +71,16 @@ def qubits_of(states: Tensor) -> int:
     raise ConfigError(f"states must be a complex tensor [..., 2^n], not {kind_of(states)}")
 
 
+def check_letters(string: str, num_qubits: int) -> None:
+    """Check a Pauli string.
+
+    Raises:
+        ConfigError: it has not `num_qubits` letters of I, X, Y and Z.
+    """
+    if not isinstance(string, str) or len(string) != num_qubits or set(string) - set("IXYZ"):
+        raise ConfigError(f"Pauli string {string!r}: must have {num_qubits} letters of I, X, Y, Z")
+
+
 class PauliSum:
     """Σ coefficient · string, such as {"ZZI": 0.5, "IXY": -1.0}.
 
@@ -102,16 +110,14 @@ class PauliSum:
                 raise ConfigError(f"Pauli string {string!r}: must have letters of I, X, Y, Z")
         self.num_qubits = len(self.strings[0])
         for string, coefficient in terms.items():
-            if not isinstance(coefficient, Real) or not math.isfinite(coefficient):
-                raise ConfigError(
-                    f"Pauli string {string!r}: its coefficient must be a finite number, not "
-                    f"{coefficient!r}"
-                )
-            if len(string) != self.num_qubits or set(string) - set("IXYZ"):
-                raise ConfigError(
-                    f"Pauli string {string!r}: must have {self.num_qubits} letters of I, X, Y, Z"
-                )
+            as_number(coefficient, f"Pauli string {string!r}: its coefficient")
+            check_letters(string, self.num_qubits)
         self._diagonals: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    @property
+    def pairs(self) -> tuple[tuple[str, float], ...]:
+        """Each string with its coefficient."""
+        return tuple(zip(self.strings, self.coefficients, strict=True))
 
     def expectation(self, states: Tensor) -> Tensor:
         """The expectation value <ψ|H|ψ> of the sum.
@@ -126,16 +132,13 @@ class PauliSum:
             ConfigError: the states are of another number of qubits.
         """
         self.check(qubits_of(states))
-        total: Tensor | None = None
-        mixed = [s for s in self.strings if set(s) & set("XY")]
-        if len(mixed) < len(self.strings):
-            total = _diagonal_value(states, self._diagonal(states))
-        for string, coefficient in zip(self.strings, self.coefficients, strict=True):
-            if string in mixed:
-                value = coefficient * _string_value(states, string)
-                total = value if total is None else total + value
-        assert total is not None
-        return total
+        values = []
+        if any(not set(s) & set("XY") for s in self.strings):
+            values.append(_diagonal_value(states, self._diagonal(states)))
+        for string, coefficient in self.pairs:
+            if set(string) & set("XY"):
+                values.append(coefficient * _string_value(states, string))
+        return reduce(torch.add, values)
 
     def terms(self, states: Tensor) -> Tensor:
         """The expectation value of each string, without its coefficient.
@@ -167,7 +170,7 @@ class PauliSum:
             ConfigError: `shots` is less than 1, or the states are of another number of qubits.
         """
         _check_shots(shots)
-        likely = ((1 + self.terms(states)) / 2).clamp(0, 1)
+        likely = ((1 + self.terms(states)) / 2).clamp(0, 1)  # P(+1) of each string
         counts = torch.binomial(torch.full_like(likely, shots), likely, generator=generator)
         return (2 * counts / shots - 1) @ likely.new_tensor(self.coefficients)
 
@@ -186,7 +189,7 @@ class PauliSum:
         key = (states.dtype.to_real(), states.device)
         if key not in self._diagonals:
             total = torch.zeros(1 << self.num_qubits, dtype=key[0], device=key[1])
-            for string, coefficient in zip(self.strings, self.coefficients, strict=True):
+            for string, coefficient in self.pairs:
                 if not set(string) & set("XY"):
                     signs = [total.new_tensor([1, -1 if c == "Z" else 1]) for c in string]
                     total += coefficient * reduce(torch.kron, signs)
@@ -215,7 +218,7 @@ class _Diagonal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         states, diagonal, weighted = ctx.saved_tensors
-        if torch.is_grad_enabled():  # the gradient is to be differentiated
+        if torch.is_grad_enabled():  # create_graph=True: the product must depend on the states
             weighted = states * diagonal
         return weighted * (2 * gradient[..., None]), None
 
@@ -224,15 +227,13 @@ def _string_value(states: Tensor, string: str) -> Tensor:
     lead = states.shape[:-1]
     axes = states.reshape(*lead, *(2,) * len(string))
     after = axes
-    for place, letter in enumerate(string):
-        after_bits = (1,) * (len(string) - 1 - place)
+    for axis, letter in enumerate(string, -len(string)):
         if letter in "XY":
-            after = after.flip(len(lead) + place)
+            after = after.flip(axis)
         if letter in "YZ":
             signs = [1, -1] if letter == "Z" else [-1j, 1j]
-            after = after * torch.tensor(signs, dtype=states.dtype, device=states.device).view(
-                2, *after_bits
-            )
+            factors = torch.tensor(signs, dtype=states.dtype, device=states.device)
+            after = after * factors.view(2, *(1,) * (-1 - axis))
     products = axes.conj() * after
     return products.reshape(*lead, -1).sum(-1).real
 
@@ -275,7 +276,7 @@ def draw(rows: Tensor, shots: int, generator: torch.Generator | None = None) -> 
     """
     if rows.shape[-1] <= _MOST_CATEGORIES:
         return torch.multinomial(rows, shots, replacement=True, generator=generator)
-    # By the inverse of the distribution function (Devroye 1986, section III.2).
+    # Inversion of the distribution function (Devroye 1986, section III.2).
     sums = rows.double().cumsum(-1)
     shape = (len(rows), shots)
     levels = torch.rand(shape, dtype=torch.float64, device=rows.device, generator=generator)

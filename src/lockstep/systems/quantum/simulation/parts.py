@@ -78,7 +78,7 @@ def check_memory(
         available: memory of a rank in bytes; by default, that of this machine.
 
     Raises:
-        ConfigError: they do not; says how many bytes are needed, and how many ranks would do.
+        ConfigError: they do not; the message has the bytes needed and how many ranks would do.
     """
     have = memory_bytes() if available is None else available
     need = (batch << num_qubits) * dtype.itemsize * _COPIES * (2 if gradients else 1)
@@ -95,16 +95,16 @@ def check_memory(
 
 
 def check_fits(what: str, need: int, device: torch.device | str = "cpu", advice: str = "") -> None:
-    """Check that no more memory is needed than there is.
+    """Check that something fits into memory.
 
     Args:
-        what: name of what needs the memory; begins the message.
+        what: what needs the memory; begins the message.
         need: memory needed, in bytes.
         device: device whose memory counts.
-        advice: sentence part with what the user can do; ends the message.
+        advice: what the user can do; ends the message.
 
     Raises:
-        ConfigError: it is; says how many bytes are needed, and how many there are.
+        ConfigError: it does not fit; the message has the bytes needed and those there are.
     """
     if need <= _ALWAYS_FITS:
         return
@@ -127,9 +127,9 @@ def _address_space() -> int:
 
 
 class Pool:
-    """Memory of states that are no longer needed, for the next ones.
+    """Memory of states that are no longer needed, reused for the next ones.
 
-    To touch fresh memory from the system for the first time costs as much as applying a block.
+    Touching fresh memory from the system for the first time costs as much as applying a block.
 
     Args:
         most: greatest number of bytes to keep.
@@ -155,7 +155,7 @@ class Pool:
         return torch.empty(size, dtype=like.dtype, device=like.device)
 
     def give(self, memory: Tensor) -> None:
-        """Take back memory that is no longer used; the oldest in the pool makes room for it."""
+        """Take back memory that is no longer used; drops the oldest to make room for it."""
         while self._free and memory.nbytes > self._room:
             self._room += self._free.pop(0).nbytes
         if memory.nbytes <= self._room:
@@ -164,14 +164,14 @@ class Pool:
 
 
 class StatePart:
-    """The parts of a state that this rank has, and the memory for them.
+    """The parts of a state on this rank, and the memory for them.
 
     Args:
         num_local: number of qubits whose axes are in a part; the others are the bits of the part's
             number.
         num_parts: number P of all parts; rank r of R has those from r·P // R on.
         transport: transport to the ranks that have the other parts, in the order of their ranks;
-            None where all parts are here.
+            None where this process has all parts.
         kept_bytes: bytes of memory that is kept for the next states, on all ranks together.
 
     Attributes:
@@ -193,8 +193,8 @@ class StatePart:
         self.counts = [bounds[rank + 1] - bounds[rank] for rank in range(num_ranks)]
         rank = 0 if transport is None else transport.rank
         self.first, self.num_here = bounds[rank], self.counts[rank]
-        # In proportion to the parts here: which states are kept, and so which exchanges the
-        # backward pass makes, is then the same on all ranks.
+        # In proportion to the parts on this rank, so that all ranks keep the same states: the
+        # backward pass then makes the same exchanges everywhere.
         self.kept_bytes = kept_bytes * self.num_here // num_parts
         self.pool = Pool(self.kept_bytes)
 

@@ -44,8 +44,8 @@ class Simulator:
         device: device on which the state is computed.
         max_targets: greatest number of target qubits of a fused block; 1 fuses only gates on one
             qubit.
-        transport: transport to other ranks, that each hold a part of the state. All ranks must make
-            the same calls. Without a transport, the state is here.
+        transport: transport to other ranks, each of which has a part of the state. All ranks must
+            make the same calls. Without a transport, this process has the whole state.
         varying: numbers of the parameters that may differ between the states of a batch; all by
             default. Gates that depend on no such parameter have one matrix for all states, which
             is faster. What these gates depend on must be the same in all rows of the parameters;
@@ -58,10 +58,10 @@ class Simulator:
 
     Attributes:
         transport: transport to other ranks; None where the state is whole.
-        num_ranks: number of ranks that hold the state.
+        num_ranks: number of ranks that the state is split over.
         rank: number of this rank.
         num_local: number of qubits of a part.
-        part: the parts of the state that this rank holds, and the memory for them.
+        part: the parts of the state on this rank, and the memory for them.
 
     Raises:
         ConfigError: an argument has the wrong type, or the number of ranks or of parts is not a
@@ -108,20 +108,20 @@ class Simulator:
 
     @cached_property
     def from_any(self) -> Program:
-        """The circuit's program for states that are given."""
+        """The circuit's program for any initial state."""
         return self._program(from_zero=False)
 
     def _program(self, from_zero: bool) -> Program:
-        laid_out = plan(
+        blocks = plan(
             self.circuit, self._max_targets, self._num_rank_axes, from_zero, self._varying
         )
-        return Program(laid_out, BlockMatrices(laid_out.blocks, self.dtype, self.device))
+        return Program(blocks, BlockMatrices(blocks.blocks, self.dtype, self.device))
 
     def state(self, parameters: Tensor | None = None, initial: Tensor | None = None) -> Tensor:
         """The state after the circuit.
 
         Args:
-            parameters: real tensor [..., num_parameters]; may be left out where there are none.
+            parameters: real tensor [..., num_parameters]; optional if there are none.
             initial: initial state instead of |0…0>, complex, [..., 2^n]; with several ranks, this
                 rank's part of it.
 
@@ -130,18 +130,14 @@ class Simulator:
             several ranks, this rank's part of it. Qubit 0 is the lowest bit of an index.
 
         Raises:
-            ConfigError: the parameters or the initial state are no tensor of such a shape, what
+            ConfigError: the parameters or the initial state are not a tensor of such a shape, what
                 gates of one matrix depend on (`varying`) differs between rows, or the state does
                 not fit into memory.
         """
-        real = self.dtype.to_real()
         if parameters is None:
-            if self.circuit.num_parameters:
-                raise ConfigError(f"the circuit needs {self.circuit.num_parameters} parameters")
-            parameters = torch.zeros(0, dtype=real, device=self.device)
-        self.circuit.check_parameters(parameters)
-        parameters = parameters.to(real)
-        # Not the angles: the last bits of a formula may depend on the row's number.
+            parameters = self.circuit.check_parameters(None).to(self.device)
+        parameters = self.circuit.check_parameters(parameters).to(self.dtype.to_real())
+        # Parameters, not angles: the last bits of a formula may depend on the row's number.
         _check_shared("parameter", parameters, self._shared[0])
         return self._state(self.circuit.angles(parameters), initial)
 
@@ -192,14 +188,14 @@ class Simulator:
             start = self._in_parts(initial.to(self.dtype).expand(*lead, -1).reshape(batch, -1))
             program = self.from_any
         if is_transformed(rows, start):
-            return self._followed(rows, start, program).reshape(*lead, -1)
+            return self._transformable(rows, start, program).reshape(*lead, -1)
         states: Tensor = Evolve.apply(rows, start, self.part, program)  # type: ignore[no-untyped-call]
         if self.part.num_here > 1:
             states = states.view(self.part.num_here, batch, -1).transpose(0, 1).reshape(batch, -1)
         return states.view(*lead, -1)
 
-    def _followed(self, rows: Tensor, start: Tensor, program: Program) -> Tensor:
-        """The states by operations that `torch.func` knows."""
+    def _transformable(self, rows: Tensor, start: Tensor, program: Program) -> Tensor:
+        """The states by operations that `torch.func` can transform."""
         if self.part.num_parts > 1:
             raise ConfigError(
                 "torch.func does not transform a state that is split into parts or over ranks; "
@@ -252,33 +248,31 @@ class Simulator:
 
 def _gates_of(circuit: Circuit, parameters: Collection[int]) -> frozenset[int]:
     """Numbers, among the gates with angles, of those that depend on any of these parameters."""
-    angles = [g.angle for g in circuit.with_angle if g.angle is not None]
-    chosen = set(parameters)
-    return frozenset(n for n, angle in enumerate(angles) if chosen.intersection(angle.parameters))
+    gates = enumerate(circuit.with_angle)
+    return frozenset(n for n, g in gates if set(parameters) & set(g.parameters))
 
 
 def _shared(circuit: Circuit, varying: frozenset[int] | None) -> tuple[list[int], list[int]]:
-    """Numbers of the parameters, and of the gates with angles, that one row stands for."""
+    """Numbers of the parameters, and of the gates with angles, that are the same in all rows."""
     if varying is None:
         return [], []
-    angles = [g.angle for g in circuit.with_angle if g.angle is not None]
-    gates = [number for number in range(len(angles)) if number not in varying]
-    return sorted({index for number in gates for index in angles[number].parameters}), gates
+    gates = {n: g for n, g in enumerate(circuit.with_angle) if n not in varying}
+    return sorted({index for g in gates.values() for index in g.parameters}), [*gates]
 
 
 def _check_shared(what: str, values: Tensor, shared: Sequence[int]) -> None:
-    """Check that the columns that one row of values [..., N] stands for are the same in all."""
+    """Check that some columns of values [..., N] are the same in all rows."""
     rows = values.reshape(values.shape[:-1].numel(), values.shape[-1])
     if not shared or len(rows) < 2:
         return
     with torch.no_grad():
         own = rows.index_select(-1, torch.tensor(shared, device=rows.device))
         differs = ((own > own[:1]) | (own < own[:1])).any(0)
-        places = torch.arange(len(shared), device=rows.device).where(differs, len(shared))
-    place = int(unwrapped(places).min())
-    if place < len(shared):
+        numbers = torch.arange(len(shared), device=rows.device).where(differs, len(shared))
+    first = int(unwrapped(numbers).min())
+    if first < len(shared):
         raise ConfigError(
-            f"{what} {shared[place]} differs between the states of a batch, for which gates that "
+            f"{what} {shared[first]} differs between the states of a batch, for which gates that "
             "depend on no parameter in `varying` have one matrix"
         )
 
@@ -290,7 +284,7 @@ def statevector(
 
     Args:
         circuit: circuit to simulate.
-        parameters: real tensor [..., num_parameters]; may be left out where there are none.
+        parameters: real tensor [..., num_parameters]; optional if there are none.
         dtype: dtype of the amplitudes, complex64 or complex128.
 
     Returns:
@@ -311,8 +305,8 @@ def expectation(
 ) -> Tensor:
     """<ψ|H|ψ>, the same on all ranks, which must all call this.
 
-    Strings of I and Z are diagonal and are summed in one pass. For one with X or Y, gates first
-    turn the state so that it becomes such a string.
+    Strings of I and Z are diagonal and are summed in one pass. For each string with X or Y, gates
+    first rotate the state so that the string becomes diagonal, too.
 
     Args:
         simulator: simulator that computed the state.
@@ -329,53 +323,51 @@ def expectation(
             is not of such a shape.
     """
     num_qubits = simulator.circuit.num_qubits
-    whole = terms if isinstance(terms, PauliSum) else PauliSum(terms)
-    whole.check(num_qubits)
+    observable = terms if isinstance(terms, PauliSum) else PauliSum(terms)
+    observable.check(num_qubits)
     size = simulator.part.num_here << simulator.num_local
     if not isinstance(state, Tensor) or not state.dim() or state.shape[-1] != size:
         raise ConfigError(f"the state must be a tensor [..., {size}], not {kind_of(state)}")
     rows = state.reshape(-1, size)
-    pairs = dict(zip(whole.strings, whole.coefficients, strict=True))
-    plain = {s: c for s, c in pairs.items() if not set(s) & set("XY")}
-    sums = [_sums_of_parts(simulator, rows, plain)] if plain else []
-    for string, coefficient in pairs.items():
-        if string not in plain:
-            turned = Simulator(
-                Circuit(num_qubits, _turning(string)),
+    diagonal = {s: c for s, c in observable.pairs if not set(s) & set("XY")}
+    sums = [_sums_of_parts(simulator, rows, diagonal)] if diagonal else []
+    for string, coefficient in observable.pairs:
+        if string not in diagonal:
+            rotation = Simulator(
+                Circuit(num_qubits, _diagonalising(string)),
                 simulator.dtype,
                 simulator.device,
                 transport=simulator.transport,
                 parts=simulator.part.num_parts,
             )
             letters = string.replace("X", "Z").replace("Y", "Z")
-            own = turned.state(initial=rows)
-            sums.append(_sums_of_parts(simulator, own, {letters: coefficient}))
+            rotated = rotation.state(initial=rows)
+            sums.append(_sums_of_parts(simulator, rotated, {letters: coefficient}))
     total: Tensor = sum(sums[1:], start=sums[0])
     return simulator.add_up(total).view(state.shape[:-1])
 
 
 def retried(transport: Transport, work: Callable[[Transport], T]) -> T:
-    """What `work` finds over all ranks, done anew by those that are left when one is lost.
+    """The result of `work` on all ranks, computed again by the remaining ranks when one is lost.
 
-    A state is lost with the parts of a lost rank: no other rank has a copy, so there is no block
-    of gates to go back to. It is made anew from its parameters, in as many parts as before on
-    fewer ranks, and has the same bits.
+    The parts of a state on a lost rank are lost: no other rank has a copy. So the state is computed
+    again from its parameters, in as many parts as before on fewer ranks, with the same bits.
 
     Args:
         transport: transport to the ranks, one that can regroup: under `lockstep`, `mpirun --with-ft
             ulfm` or the launchers of SLURM. All ranks must call this.
-        work: function that begins anew at each call: it makes its simulators (with the number of
-            `parts` given, for the number of ranks may then be any), and adds to nothing outside.
+        work: function that can be called several times: it makes its own simulators, with a number
+            of `parts`, so that any number of ranks is allowed, and has no side effects.
 
     Raises:
         ConfigError: as `work`; for instance, because the state does not fit into the memory of the
-            ranks that are left.
+            remaining ranks.
     """
     while True:
         try:
-            found = work(transport)
+            result = work(transport)
             transport.agree()
-            return found
+            return result
         except GroupBroken:
             transport.regroup()
 
@@ -385,19 +377,19 @@ def _sums_of_parts(simulator: Simulator, rows: Tensor, terms: Mapping[str, float
     num_far = simulator.circuit.num_qubits - simulator.num_local
     part = simulator.part
     sums = []
-    for place, own in enumerate(rows.view(len(rows), part.num_here, -1).unbind(1)):
+    for number, own in enumerate(rows.view(len(rows), part.num_here, -1).unbind(1), part.first):
         near: dict[str, float] = {}
         for string, coefficient in terms.items():
             far = int(string[:num_far].replace("I", "0").replace("Z", "1") or "0", 2)
-            sign = -1 if (far & part.first + place).bit_count() % 2 else 1
+            sign = -1 if (far & number).bit_count() % 2 else 1
             letters = string[num_far:]
             near[letters] = near.get(letters, 0.0) + sign * coefficient
         sums.append(PauliSum(near).expectation(own.contiguous()))
     return torch.stack(sums)
 
 
-def _turning(string: str) -> Iterator[Gate]:
-    """Gates after which Z measures X, or Y."""
+def _diagonalising(string: str) -> Iterator[Gate]:
+    """Gates after which measuring Z measures the string's X and Y."""
     for qubit, letter in enumerate(reversed(string)):
         if letter == "Y":
             yield gate("sdg", qubit)

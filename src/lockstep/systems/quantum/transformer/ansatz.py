@@ -1,4 +1,4 @@
-"""Words as quantum states, the trainable unitary of a register, and arguments that cannot be.
+"""Words as quantum states, the trainable unitary of a register, and checks of arguments.
 
 A layer has one block for each pair of `pairs`. A block on (c, t) rotates both qubits and applies
 CNOT(c, t), twice. A rotation is RX, then RY, then RZ. Qubit 0 is the least significant bit of a
@@ -11,18 +11,17 @@ import hashlib
 import math
 from collections.abc import Sequence
 from functools import reduce
-from numbers import Real
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError
-from lockstep.systems.quantum.circuits.angles import as_integer
+from lockstep.systems.quantum.circuits.angles import as_integer, as_number
 from lockstep.systems.quantum.simulation.parts import check_fits
 
 WORD_SCALE = 0.1
-"""Words are drawn from U(0, 0.1)^d, unless another scale is asked for."""
+"""Words are drawn from U(0, 0.1)^d by default."""
 
 
 def word_vectors(words: Sequence[str], dim: int, seed: int, scale: float = WORD_SCALE) -> Tensor:
@@ -250,9 +249,9 @@ def check_words(trainable: bool, restarts: int, word_scale: float, position_scal
             f"restarts={restarts}: trainable words would be shared by restarts that are to be "
             "independent; take one"
         )
-    if _number(word_scale, "word_scale") <= 0:
+    if as_number(word_scale, "word_scale") <= 0:
         raise ConfigError(f"word_scale={word_scale}: must be positive")
-    if _number(position_scale, "position_scale") < 0:
+    if as_number(position_scale, "position_scale") < 0:
         raise ConfigError(f"position_scale={position_scale}: must not be negative")
 
 
@@ -281,7 +280,7 @@ def check_unitaries(angles: Tensor, num_qubits: int) -> None:
 
 
 def check_next_words(words: Tensor, num_words: int, unitaries: Tensor) -> None:
-    """Check that the amplitudes of all words at all places of sentences fit into memory.
+    """Check that the amplitudes of all words at all positions of sentences fit into memory.
 
     Args:
         words: rows of the embeddings, int64 [B, L].
@@ -300,9 +299,3 @@ def check_next_words(words: Tensor, num_words: int, unitaries: Tensor) -> None:
             unitaries.device,
             "take a smaller batch_size, or num_microbatches higher",
         )
-
-
-def _number(value: object, name: str) -> float:
-    if not isinstance(value, Real) or not math.isfinite(value):
-        raise ConfigError(f"{name} must be a finite number, not {value!r}")
-    return float(value)

@@ -8,15 +8,15 @@ on the second, transition i = 1..T contributes
 and the amplitude is A = (1/T) Σ_i a_i. The right-hand side is attention with two bilinear scores
 and a causal mask: Ψ_i never has to be made.
 
-Transition i of a sentence has, for each word v that may be at place i,
+Transition i of a sentence has, for each word v that may be at position i,
 
     a_i(v) = <t_{i-1}| <v_i| (W ⊗ V) |ψ_i> = v_i† Σ_{j<i} V t_j (t_{i-1}† W t_j) / n_i
 
-It is √T times the superposition circuit's amplitude of |0…0> and value i - 1 of the controls, when
-these are measured as they are instead of being brought to interfere (no H at the end). The sum over
-j is attention, and has to be made once for all words.
+It is √T times the superposition circuit's amplitude of |0…0> and value i - 1 of the controls, if
+the controls are measured without the final H, which makes them interfere. The sum over j is
+attention, and is computed once for all words.
 
-For a corpus, the superposition circuit holds Σ_i √p_i |i> (W ⊗ V) ψ_i, with p_i the weight of
+For a corpus, the superposition circuit prepares Σ_i √p_i |i> (W ⊗ V) ψ_i, with p_i the weight of
 transition i. Its metric needs the ψ_i only through ρ = Σ_i p_i ψ_i ψ_iᵀ, which is fixed.
 """
 
@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep.systems.quantum.simulation.gradients import fubini_study_of
 from lockstep.systems.quantum.simulation.parts import check_fits
 from lockstep.systems.quantum.transformer.ansatz import context_norms, unitaries
 
@@ -63,9 +64,9 @@ def transitions(states: Tensor, count: Tensor, rows: Tensor | None = None) -> Tr
         rows = (columns + 1).expand(len(states), -1)
         targets, currents = states[:, 1:], keys
     else:
-        places = rows.clamp(min=1)[:, :, None].expand(-1, -1, states.shape[2])
-        targets, currents = states.gather(1, places), states.gather(1, places - 1)
-        norms = norms.gather(1, places[:, :, 0] - 1)
+        index = rows.clamp(min=1)[:, :, None].expand(-1, -1, states.shape[2])
+        targets, currents = states.gather(1, index), states.gather(1, index - 1)
+        norms = norms.gather(1, index[:, :, 0] - 1)
     mask = columns < (rows * (rows <= count[:, None]))[:, :, None]
     factors = mask / (norms * count[:, None])[:, :, None]
     return Transitions(torch.stack([targets, currents]), keys, factors)
@@ -103,11 +104,11 @@ def next_word_amplitudes(unitaries: Tensor, states: Tensor, vocabulary: Tensor) 
     Args:
         unitaries: V and W, complex, [..., 2, 1, d, d].
         states: real states of norm 1 of the words of B sentences, [B, L, d].
-        vocabulary: states of all N words at places 1..L-1, real and of norm 1, [L - 1, N, d].
+        vocabulary: states of all N words at positions 1..L-1, real and of norm 1, [L - 1, N, d].
 
     Returns:
-        Complex [..., B, L - 1, N]; entry i - 1 is that of transition i, and without a meaning where
-        a sentence has no word i - 1.
+        Complex [..., B, L - 1, N]; entry i - 1 is that of transition i, and undefined where a
+        sentence has no word i - 1.
     """
     dtype = unitaries.dtype
     keys = states[:, :-1].to(dtype)
@@ -194,7 +195,7 @@ def check_metric_fits(
         device: device of ρ.
 
     Raises:
-        ConfigError: it does not; says how many bytes are needed, and how many there are.
+        ConfigError: it does not; the message has the bytes needed and those there are.
     """
     check_fits(
         f"the metric of words of dimension {dim}",
@@ -221,10 +222,4 @@ def fubini_study(angles: Tensor, num_qubits: int, root: Tensor) -> Tensor:
         after = w @ root.to(w.dtype) @ v.mT
         return torch.view_as_real(after.flatten())
 
-    flat = angles.detach().flatten()
-    phi = torch.view_as_complex(state(flat))
-    moved = torch.func.jacfwd(state)(flat)  # [amplitudes, 2, P]
-    jacobian = torch.complex(moved[:, 0], moved[:, 1])
-    along = phi.conj() @ jacobian
-    metric: Tensor = (jacobian.mH @ jacobian).real - torch.outer(along.conj(), along).real
-    return metric
+    return fubini_study_of(state, angles.detach().flatten())

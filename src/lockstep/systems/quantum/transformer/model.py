@@ -35,7 +35,7 @@ from lockstep.systems.quantum.transformer.closed_form import (
 from lockstep.systems.quantum.transformer.superposition import superposition
 
 _MOST_SIMULATORS = 512
-"""Most sentences whose circuits are kept ready."""
+"""Most sentences whose simulators are cached."""
 
 _OF_PARTS = (
     "second derivatives of parts of the transitions are not supported: they are no sum over parts; "
@@ -52,7 +52,7 @@ class Sentences(NamedTuple):
     Attributes:
         words: rows of the embeddings, [B, L], int64; entries beyond a sentence's end are not used.
         transitions: number of words of each sentence minus one, [B], int64.
-        parts: number of the part of the work on each sentence that is wanted, [B], int64.
+        parts: for each sentence, the number of the part of its work to do, [B], int64.
     """
 
     words: Tensor
@@ -67,8 +67,8 @@ class QuantumTransformer(nn.Module):
         angles: angles of V and W, [restarts, 2, *angle_shape]; 48 L in each restart for d = 4.
         embeddings: vectors of the words, [words, d], drawn once from the seed and kept in
             checkpoints; a parameter if they are trainable.
-        vocabulary: the words as bytes, uint8 [bytes], one word a line, so that a checkpoint says
-            what its rows are.
+        vocabulary: the words as bytes, uint8 [bytes], one word a line, so that a checkpoint has the
+            words of its rows.
     """
 
     angles: nn.Parameter
@@ -140,9 +140,9 @@ class QuantumTransformer(nn.Module):
             States [..., L, d], real and of norm 1, in the dtype of the embeddings; differentiable
             in these if they are trainable.
         """
-        return encode(self.embeddings[words], self._places(words.shape[-1]))
+        return encode(self.embeddings[words], self._encodings(words.shape[-1]))
 
-    def _places(self, length: int) -> Tensor:
+    def _encodings(self, length: int) -> Tensor:
         """The scaled encodings of positions 0..length - 1."""
         if len(self._positions) < length or self._positions.device != self.embeddings.device:
             table = self._position_scale * positions(length, self.embeddings.shape[1])
@@ -150,7 +150,7 @@ class QuantumTransformer(nn.Module):
         return self._positions[:length]
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy or a pickle has no simulators yet; it makes them when it needs them."""
+        """A copy or a pickle has no simulators; it makes them when needed."""
         return {**self.__dict__, "_simulators": {}}
 
     def unitaries(self, restarts: Tensor | None = None) -> Tensor:
@@ -188,8 +188,7 @@ class QuantumTransformer(nn.Module):
             batch: B sentences of at most L words.
 
         Returns:
-            Complex [restarts, B, L - 1, words]; entry i - 1 is without a meaning from a sentence's
-            end on.
+            Complex [restarts, B, L - 1, words]; entry i - 1 is undefined from a sentence's end on.
 
         Raises:
             ConfigError: they do not fit into memory.
@@ -197,7 +196,7 @@ class QuantumTransformer(nn.Module):
         length = batch.words.shape[1]
         unitaries = self.unitaries().unsqueeze(-3)
         check_next_words(batch.words, len(self.embeddings), unitaries)
-        vocabulary = encode(self.embeddings, self._places(length)[1:, None])
+        vocabulary = encode(self.embeddings, self._encodings(length)[1:, None])
         return next_word_amplitudes(unitaries, self.encode(batch.words), vocabulary)
 
     def by_transitions(self, batch: Sentences, num_parts: int) -> Tensor:
@@ -205,7 +204,7 @@ class QuantumTransformer(nn.Module):
 
         Part p of P has transitions p·T/P + 1 .. (p + 1)·T/P. The sum over all parts of the
         gradients of any function of the result is the gradient of that function. With more than
-        one part, second derivatives are an error: they are no such sum.
+        one part, second derivatives are an error: they are not such a sum.
 
         Args:
             batch: B sentences, with the part p of each.
@@ -270,8 +269,8 @@ class QuantumTransformer(nn.Module):
 
         Raises:
             ConfigError: there are shots or parts without `shift`, a circuit does not fit into
-                memory, or gradients are wanted while embeddings are trainable: a circuit holds
-                them as fixed matrices.
+                memory, or gradients are needed while embeddings are trainable: they are fixed
+                matrices of a circuit.
         """
         if self.embeddings.requires_grad and torch.is_grad_enabled():
             raise ConfigError(
@@ -316,9 +315,9 @@ class QuantumTransformer(nn.Module):
         return superposition(states, self.angles.shape[2])
 
     def _simulator(self, words: tuple[int, ...]) -> Simulator:
-        kept = self._simulators.get(words)
-        if kept is not None and kept.device == self.angles.device:
-            return kept
+        cached = self._simulators.get(words)
+        if cached is not None and cached.device == self.angles.device:
+            return cached
         dtype = self.angles.dtype.to_complex()
         made = Simulator(self.circuit(words), dtype, self.angles.device)
         if not isinstance(self.embeddings, nn.Parameter):  # those change from step to step

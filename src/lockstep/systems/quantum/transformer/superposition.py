@@ -1,8 +1,9 @@
 """The quantum transformer as one circuit, its transitions in superposition.
 
-Control qubits hold the transition's number. Each value c prepares the context ψ of transition
-c + 1 on both registers; V and W act once, for all transitions; each value undoes the preparation of
-its target on the first register and of its current word on the second. The amplitude of |0…0> is A.
+The control qubits are the transition's number. Controlled on each value c, the context ψ of
+transition c + 1 is prepared on both registers; V and W act once, for all transitions; controlled
+again, the preparation of the target is undone on the first register, and that of the current word
+on the second. The amplitude of |0…0> is A.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _selected(
     matrix: Tensor, qubits: tuple[int, ...], controls: tuple[int, ...], number: int
 ) -> Gate:
     made = unitary(matrix, *qubits)
-    bits = [number >> place & 1 for place in range(len(controls))]
+    bits = [number >> i & 1 for i in range(len(controls))]
     return made.controlled(*controls, state=bits) if controls else made
 
 
@@ -119,10 +120,10 @@ def _ansatz(qubits: tuple[int, ...], num_layers: int, first: int) -> Iterator[Ga
     number = first
     for _ in range(num_layers):
         for control, target in pairs(len(qubits)) or [(0, 0)]:
-            for place in range(angle_shape(len(qubits), 1)[2]):
-                qubit = qubits[(control, target)[place % 2]]
+            for rotation in range(angle_shape(len(qubits), 1)[2]):
+                qubit = qubits[(control, target)[rotation % 2]]
                 for name in ("rx", "ry", "rz"):
                     yield gate(name, qubit, angle=parameter(number))
                     number += 1
-                if place % 2:
+                if rotation % 2:
                     yield gate("cx", qubits[control], qubits[target])

@@ -1,5 +1,5 @@
 // What an emulator's inputs are: names, units and what is plausible. The same rules as in Lockstep's
-// units.py and variables.py, whose tables the exported model carries.
+// variables.yaml, whose tables the exported model carries.
 #pragma once
 
 #include <string>

@@ -1,7 +1,7 @@
-"""From scenes to rows: bands of the grid are read, masked, thinned out and kept as files.
+"""Bands of the grid, which are read, masked, thinned out and cached as files.
 
-A band is some rows of one scene's grid. What is in it depends on the files and on what is asked for
-only, so each band is read by one process, whichever, and all processes use what it wrote.
+A band is some rows of one scene's grid. Its content depends on the files and the selection only, so
+any one process reads it, and all processes use the file that this one writes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -24,21 +24,16 @@ from safetensors.numpy import save_file
 from lockstep.data.workers import share_out
 from lockstep.errors import DataError
 from lockstep.systems.ufs.fields.grids import EVERYWHERE, Box, check_degrees, check_same, inside
-from lockstep.systems.ufs.fields.scenes import Scene
+from lockstep.systems.ufs.fields.scenes import BAND_CELLS, Scene
 from lockstep.systems.ufs.fields.sources import Source, check_sources
-
-BAND_CELLS = 1 << 17
-"""Approximate number of cells of the grid that are read at a time."""
 
 _FORMAT = 4
 _COUNTS = ("cells", "ocean", "complete", "chosen", "kept")
-_MOST_CHUNKED = 4
-"""Factor by which bands may grow to match the chunks that files are stored in."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The variables that are read, and which cells are kept.
+    """The variables to read, and the cells to keep.
 
     Attributes:
         names: short names of the variables.
@@ -46,7 +41,7 @@ class Selection:
             more) or `both`.
         min_concentration: concentration of ice, in [0, 1), above which a cell counts as ice for
             `mask_mode`.
-        thin_fraction: part of the cells, in (0, 1], that is kept, drawn by their place and time.
+        thin_fraction: fraction of cells, in (0, 1], to keep, drawn by their number and time.
         region: box of the cells that are kept, see `inside`.
     """
 
@@ -58,7 +53,7 @@ class Selection:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """The variables that must be read to choose cells."""
+        """The variables that the choice of cells depends on."""
         return () if self.mask_mode == "both" else ("aice",)
 
 
@@ -72,7 +67,8 @@ class Band:
         time: number of each cell's scene, [N], int32.
         place: latitude and longitude in degrees, [2, N], float32.
         counts: number of cells, of those in the ocean, of these with all values, of these chosen by
-            the ice in them, and of these kept in thinning out, [5], int64.
+            their ice and region, and of these kept in thinning out, [5], int64.
+        clipped: number of clipped values of each variable, [len(names)], int64.
     """
 
     values: npt.NDArray[np.float32]
@@ -93,19 +89,19 @@ def read_band(
         number: number of the scene.
         rows: rows of the scene's grid that make up the band.
         selection: variables to read and cells to keep.
-        like: open scene of another file whose cells must be at the same places.
+        like: open scene of another file whose cells must have the same coordinates.
 
     Raises:
-        DataError: the file is damaged, has values that cannot be right, or is on another grid.
+        DataError: the file is damaged, has implausible values, or is on another grid.
     """
-    places = scene.coordinates(rows)
-    check_degrees(scene.paths[-1], places, scene.says_degrees, rows.start)
+    coordinates = scene.coordinates(rows)
+    check_degrees(scene.paths[-1], coordinates, scene.has_units, rows.start)
     if like is not None:
-        check_same(like.paths[-1], like.coordinates(rows), scene.paths[-1], places)
+        check_same(like.paths[-1], like.coordinates(rows), scene.paths[-1], coordinates)
     ocean = scene.ocean(rows).reshape(-1)
     cells = np.flatnonzero(ocean)
-    flat = [_flat(axis) for axis in places]
-    # A cell without a place is in no region and on no map.
+    flat = [_flat(axis) for axis in coordinates]
+    # A cell without coordinates is in no region and on no map.
     complete = np.isfinite(flat[0][cells]) & np.isfinite(flat[1][cells])
     fields = {}
     for name in dict.fromkeys([*selection.names, *selection.needed]):
@@ -153,7 +149,7 @@ def draw(cell: npt.NDArray[np.int64], time: npt.NDArray[np.int32] | int) -> npt.
 
 
 def keep_bands(sources: Sequence[Source], selection: Selection, cache: Path) -> list[Path]:
-    """The files of all bands of all scenes, in order; those that are not there are written.
+    """The files of all bands of all scenes, in order; missing ones are written.
 
     Args:
         sources: the scenes, at least one.
@@ -161,17 +157,17 @@ def keep_bands(sources: Sequence[Source], selection: Selection, cache: Path) -> 
         cache: folder for the files, preferably shared by all processes.
 
     Raises:
-        DataError: a file is not what it should be, or no cell is left.
+        DataError: a file is invalid, or no cell is left.
     """
     first = check_sources(sources, [*selection.names, *selection.needed])
-    parts = list(ranges(first))
+    parts = list(first.bands())
     first.close()
     todo = [(number, rows) for number in range(len(sources)) for rows in parts]
     key = [_FORMAT, BAND_CELLS, [source.key() for source in sources], asdict(selection)]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     names = [f"band-{number:05}.safetensors" for number in range(len(todo))]
-    with _Opened(sources) as opened:
-        make = partial(_keep, opened, todo, selection)
+    with _OpenScenes(sources) as scenes:
+        make = partial(_keep, scenes, todo, selection)
         paths = share_out(cache / f"rows-{digest}", names, make)
     counts = np.sum([load(path, "counts")[0] for path in paths], axis=0)
     if not counts[-1]:
@@ -184,7 +180,7 @@ def keep_bands(sources: Sequence[Source], selection: Selection, cache: Path) -> 
 
 
 def clipped(paths: Sequence[Path], names: Sequence[str]) -> dict[str, int]:
-    """How many values of which variables were clipped: those with any, by short name.
+    """The number of clipped values of each variable that has any, by short name.
 
     Args:
         paths: files of all bands, from `keep_bands`.
@@ -198,7 +194,7 @@ def clipped(paths: Sequence[Path], names: Sequence[str]) -> dict[str, int]:
 
 
 def load(path: Path, *names: str) -> list[npt.NDArray[Any]]:
-    """Some of a band's arrays; no others are read.
+    """Some of a band's arrays; the others are not read.
 
     Args:
         path: file of the band.
@@ -228,8 +224,8 @@ def checksum(array: npt.NDArray[Any]) -> str:
     return f"{zlib.crc32(np.ascontiguousarray(array).data, header):08x}"
 
 
-class _Opened:
-    """The scene that was asked for last stays open: bands are asked for in order."""
+class _OpenScenes:
+    """Keeps the last scene open, since bands are read in order."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = sources
@@ -237,7 +233,7 @@ class _Opened:
         self._scene: Scene | None = None
         self._first: Scene | None = None
 
-    def __enter__(self) -> _Opened:
+    def __enter__(self) -> _OpenScenes:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -246,7 +242,7 @@ class _Opened:
                 scene.close()
 
     def first(self, number: int) -> Scene | None:
-        """The first scene, to compare a scene of another file with."""
+        """The first scene, to compare with a scene of another file."""
         if self._sources[number].paths == self._sources[0].paths:
             return None
         self._first = self._first or self._sources[0].open()
@@ -262,11 +258,15 @@ class _Opened:
 
 
 def _keep(
-    opened: _Opened, todo: list[tuple[int, slice]], selection: Selection, number: int, path: Path
+    scenes: _OpenScenes,
+    todo: list[tuple[int, slice]],
+    selection: Selection,
+    number: int,
+    path: Path,
 ) -> None:
     """Read a band and write it to a file."""
     time, rows = todo[number]
-    band = read_band(opened.scene(time), time, rows, selection, opened.first(time))
+    band = read_band(scenes.scene(time), time, rows, selection, scenes.first(time))
     arrays = dict(vars(band))
     checksums = {name: checksum(array) for name, array in arrays.items()}
     save_file(arrays, os.fspath(path), metadata=checksums)
@@ -276,16 +276,6 @@ def _flat(axis: np.ma.MaskedArray[Any, Any]) -> npt.NDArray[np.float32]:
     """Coordinates of all cells; NaN where they are missing."""
     flat: npt.NDArray[np.float32] = np.ma.filled(axis.astype(np.float32), np.nan).reshape(-1)
     return flat
-
-
-def ranges(scene: Scene) -> Iterator[slice]:
-    """The rows of each band of a scene's grid."""
-    rows, columns = scene.shape
-    size = max(1, BAND_CELLS // columns)
-    chunks = -(-size // scene.chunk_rows) * scene.chunk_rows
-    size = chunks if chunks <= _MOST_CHUNKED * size else size
-    for start in range(0, rows, size):
-        yield slice(start, min(start + size, rows))
 
 
 def _hint(counts: npt.NDArray[np.int64], selection: Selection) -> str:

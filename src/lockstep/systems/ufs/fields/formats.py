@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 
 from lockstep.errors import DataError
-from lockstep.systems.ufs.fields.grids import Grid, Index, Places, check_same, wrong_dims
+from lockstep.systems.ufs.fields.grids import (
+    Coordinates,
+    Grid,
+    Index,
+    check_same,
+    check_shapes,
+    wrong_dims,
+)
 from lockstep.systems.ufs.fields.scenes import Bools, Moment, Scene, closed_on_error, moments
 from lockstep.systems.ufs.fields.variables import (
     OCEAN_MASKS,
@@ -22,6 +30,9 @@ from lockstep.systems.ufs.netcdf.file import NetcdfFile
 
 MOST_THICKNESS = 500.0
 """A cell thicker than this, in m, is not a surface cell of the ocean."""
+
+MOST_TIMES = 100_000
+"""Most times in one file: more than ten years of hours."""
 
 _AXES = ("latitude", "longitude")
 _LEVELS, _SURFACE = "levels", "dummy_surface_levels"
@@ -58,10 +69,8 @@ class PairScene(Scene):
         files, (atmosphere, ocean) = self._files, self.paths
         self._grids = {kind: Grid.find(file, _AXES) for kind, file in files.items()}
         air, sea = self._grids.values()
-        self.says_degrees = air.says_degrees and sea.says_degrees
-        if air.shape != sea.shape:
-            shown = " and ".join(f"{a}x{b}" for a, b in (air.shape, sea.shape))
-            raise DataError(f"{atmosphere} and {ocean}: are on different grids: {shown}")
+        self.has_units = air.has_units and sea.has_units
+        check_shapes(atmosphere, air.shape, ocean, sea.shape)
         self.shape = sea.shape
         if air.is_regular and sea.is_regular:
             whole = slice(None)
@@ -69,7 +78,7 @@ class PairScene(Scene):
         else:
             for start in range(0, sea.shape[0], _ROWS_AT_A_TIME):
                 rows = slice(start, start + _ROWS_AT_A_TIME)
-                check_same(atmosphere, air.places(rows), ocean, sea.places(rows))
+                check_same(atmosphere, air.coordinates(rows), ocean, sea.coordinates(rows))
         times = [moments(file, self._time, 1)[0] for file in files.values()]
         if times[0].key and times[1].key and times[0].key != times[1].key:
             raise DataError(
@@ -78,27 +87,6 @@ class PairScene(Scene):
             )
         self.moment = times[0] if times[0].key else times[1]
         self.chunk_rows = max(file.chunk_rows for file in files.values())
-
-    @staticmethod
-    def count_times(atmosphere: Path, ocean: Path) -> int:
-        """The number of times in a pair of files.
-
-        Raises:
-            DataError: one is damaged or has none, or the other has another number.
-        """
-        counts = []
-        for path in (atmosphere, ocean):
-            file = NetcdfFile(path)
-            try:
-                counts.append(count_times(file))
-            finally:
-                file.close()
-        if counts[0] != counts[1]:
-            raise DataError(
-                f"{atmosphere} and {ocean}: have {counts[0]} and {counts[1]} times; must have the "
-                "same ones"
-            )
-        return counts[0]
 
     def check(self, names: Sequence[str]) -> None:
         """See `Scene.check`."""
@@ -118,7 +106,7 @@ class PairScene(Scene):
 
     def all_moments(self) -> list[Moment]:
         """See `Scene.all_moments`."""
-        count = self._grids["ocean"].num_times
+        count = self._grids["ocean"].file.num_times
         one, other = (moments(file, 0, count) for file in self._files.values())
         return [a if a.key else b for a, b in zip(one, other, strict=True)]
 
@@ -131,9 +119,9 @@ class PairScene(Scene):
         is_ocean: Bools = np.ma.filled((thickness > 0) & (thickness <= most), False)
         return is_ocean
 
-    def coordinates(self, rows: slice) -> Places:
+    def coordinates(self, rows: slice) -> Coordinates:
         """Latitude and longitude of the ocean's file."""
-        return self._grids["ocean"].places(rows)
+        return self._grids["ocean"].coordinates(rows)
 
     def close(self) -> None:
         """Close both files."""
@@ -150,14 +138,14 @@ class PairScene(Scene):
         return self._files[kind].read(name, self._index(kind, name, rows))
 
     def _index(self, kind: str, name: str, rows: slice) -> Index:
-        """Where a field's rows are in its variable."""
+        """The index of a field's rows in its variable."""
         file, grid = self._files[kind], self._grids[kind]
         is_fixed = name == THICKNESS
         index, last = grid.index(file, name, self._time, rows, (_LEVELS, _SURFACE), is_fixed)
         return (*index, self._level_of(file, name, last)) if last else index
 
     def _level_of(self, file: NetcdfFile, name: str, last: str) -> int:
-        """Which entry of a field's last dim is meant."""
+        """The index of a field's level in its last dim."""
         if last == _SURFACE or file.dims(name)[last] == 1 or file is self._files["ocean"]:
             return 0
         if tuple(file.dims("model_levels")) != ("levels",):
@@ -176,10 +164,6 @@ class PairScene(Scene):
         return numbers.index(self._level)
 
 
-MOST_TIMES = 100_000
-"""Most times in one file: more than ten years of hours."""
-
-
 class HistoryScene(Scene):
     """One time of a CICE history file: dims (time, nj, ni), or (nj, ni) if there is one time."""
 
@@ -193,10 +177,10 @@ class HistoryScene(Scene):
         self._time = time
         self._file = NetcdfFile(path)
         with closed_on_error(self):
-            self._mask, *places = self._names()
-            self._grid = Grid.find(self._file, (places[0], places[1]))
+            self._mask, *axes = self._names()
+            self._grid = Grid.find(self._file, (axes[0], axes[1]))
             self.shape = self._grid.shape
-            self.says_degrees = self._grid.says_degrees
+            self.has_units = self._grid.has_units
             self.moment = moments(self._file, time, 1)[0]
             self.chunk_rows = self._file.chunk_rows
 
@@ -206,24 +190,10 @@ class HistoryScene(Scene):
             if all(map(self._file.has, names)):
                 return names
         there = [names for names in OCEAN_MASKS if self._file.has(names[0])]
-        # The message for what is missing comes from who asks for it.
         names = there[0] if there else OCEAN_MASKS[0]
         for name in names:
-            self._file.dims(name)
+            self._file.dims(name)  # raises for the one that is missing
         return names
-
-    @staticmethod
-    def count_times(path: Path) -> int:
-        """The number of times in a history file.
-
-        Raises:
-            DataError: it is damaged, or has none.
-        """
-        file = NetcdfFile(path)
-        try:
-            return count_times(file)
-        finally:
-            file.close()
 
     def check(self, names: Sequence[str]) -> None:
         """See `Scene.check`."""
@@ -237,16 +207,16 @@ class HistoryScene(Scene):
 
     def all_moments(self) -> list[Moment]:
         """See `Scene.all_moments`."""
-        return moments(self._file, 0, self._grid.num_times)
+        return moments(self._file, 0, self._file.num_times)
 
     def ocean(self, rows: slice) -> Bools:
         """Which cells of some rows are ocean: those where umask or tmask is 1."""
         mask: Bools = np.ma.filled(self._stored(self._mask, rows, True) == 1, False)
         return mask
 
-    def coordinates(self, rows: slice) -> Places:
+    def coordinates(self, rows: slice) -> Coordinates:
         """Latitude and longitude: ULAT and ULON, or TLAT and TLON."""
-        return self._grid.places(rows)
+        return self._grid.coordinates(rows)
 
     def close(self) -> None:
         """Close the file."""
@@ -264,15 +234,25 @@ class HistoryScene(Scene):
         return self._file.read(name, index)
 
 
-def count_times(file: NetcdfFile) -> int:
-    """The number of times in a file.
+def count_times(*paths: Path) -> int:
+    """The number of times in a history file, or in both files of a pair.
 
     Raises:
-        DataError: it has none, or more than `MOST_TIMES`.
+        DataError: a file is damaged, has no times or more than `MOST_TIMES`; or their numbers
+            differ.
     """
-    count = file.num_times
-    if not count:
-        raise DataError(f"{file.path}: time: has size 0; there are no fields")
-    if count > MOST_TIMES:
-        raise DataError(f"{file.path}: time: has size {count}; must be at most {MOST_TIMES}")
-    return count
+    counts = []
+    for path in paths:
+        with closing(NetcdfFile(path)) as file:
+            count = file.num_times
+        if not count:
+            raise DataError(f"{path}: time: has size 0; there are no fields")
+        if count > MOST_TIMES:
+            raise DataError(f"{path}: time: has size {count}; must be at most {MOST_TIMES}")
+        counts.append(count)
+    if counts[0] != counts[-1]:
+        raise DataError(
+            f"{paths[0]} and {paths[-1]}: have {counts[0]} and {counts[-1]} times; must have the "
+            "same ones"
+        )
+    return counts[0]

@@ -1,4 +1,4 @@
-"""The grid of a file: its dims, where its cells are, and how fields lie on it."""
+"""The grid of a file: its dims, the coordinates of its cells, and the index of fields on it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import DataError
-from lockstep.systems.ufs.netcdf.decode import Masked
-from lockstep.systems.ufs.netcdf.file import NetcdfFile, printable
+from lockstep.systems.ufs.netcdf.decode import Masked, printable
+from lockstep.systems.ufs.netcdf.file import NetcdfFile
 
-Places = tuple[Masked, Masked]
+Coordinates = tuple[Masked, Masked]
 """Latitude and longitude, of one shape."""
 
 Box = tuple[float, float, float, float]
@@ -35,27 +35,38 @@ REGIONS: Mapping[str, Box] = MappingProxyType(
 """Regions that have a name."""
 
 TOLERANCE_DEG = 1e-4
-"""Places that differ by less are the same: files round them differently."""
+"""Coordinates that differ by less are the same: files round them differently."""
 
+MOST_SIDE = 100_000
+"""Most rows or columns of a grid: at the equator, cells of 400 m."""
+
+MOST_CELLS = 1 << 30
+"""Most cells of a grid."""
+
+Index = tuple[int | slice, ...]
+
+_DEGREES = ("degrees_north", "degrees_east")
 _TOLERANCE_RADIANS = 1e-3
 
 _RANGES = (("latitude", -90.0, 90.0), ("longitude", -360.0, 720.0))
 
 
-def check_degrees(path: Path, places: Places, said: bool, first_row: int = 0) -> None:
-    """Check that places can be in degrees.
+def check_degrees(
+    path: Path, coordinates: Coordinates, has_units: bool, first_row: int = 0
+) -> None:
+    """Check that coordinates can be in degrees.
 
     Args:
-        path: path of the places' file, for the message.
-        places: latitude and longitude of cells, each [rows, columns].
-        said: whether the file says that they are in degrees.
+        path: path of their file, for the message.
+        coordinates: latitude and longitude of cells, each [rows, columns].
+        has_units: whether the file gives their units.
         first_row: number in the grid of the first of these rows.
 
     Raises:
-        DataError: one is out of range; or all could be in radians, and the file does not say.
+        DataError: one is out of range; or all could be in radians, and the file gives no units.
     """
     could_be_radians = True
-    limits = zip(places, _RANGES, (math.pi / 2, 2 * math.pi), strict=True)
+    limits = zip(coordinates, _RANGES, (math.pi / 2, 2 * math.pi), strict=True)
     for axis, (name, low, high), most_radians in limits:
         values = filled(axis)
         finite = values[np.isfinite(values)]
@@ -71,7 +82,7 @@ def check_degrees(path: Path, places: Places, said: bool, first_row: int = 0) ->
                 "attribute _FillValue"
             )
         could_be_radians &= max(-least, greatest) < most_radians + _TOLERANCE_RADIANS
-    if could_be_radians and not said:
+    if could_be_radians and not has_units:
         raise DataError(
             f"{path}: latitude: all places are within 1.57 of 0, as if they were in radians; must "
             "be in degrees. If they are, say so with the attribute units=degrees_north"
@@ -81,11 +92,11 @@ def check_degrees(path: Path, places: Places, said: bool, first_row: int = 0) ->
 def inside(
     latitude: npt.NDArray[Any], longitude: npt.NDArray[Any], box: Box
 ) -> npt.NDArray[np.bool_]:
-    """Which points [N] are in a box; it may reach across the date line, and be the whole circle.
+    """Which points [N] are in a box, which may cross the date line or be the whole circle.
 
     Args:
         latitude: latitudes in degrees, [N].
-        longitude: longitudes in degrees, however they are counted, [N].
+        longitude: longitudes in degrees, from any origin, [N].
         box: its limits; from the western longitude eastwards to the eastern one.
     """
     south, north, west, east = box
@@ -95,19 +106,32 @@ def inside(
     return is_inside
 
 
-def check_same(first: Path, expected: Places, other: Path, places: Places) -> None:
-    """Check that cells are at the same places in two files; missing places are not compared.
+def check_shapes(
+    first: Path, shape: tuple[int, int], other: Path, other_shape: tuple[int, int]
+) -> None:
+    """Check that the grids of two files have the same rows and columns.
+
+    Raises:
+        DataError: they do not.
+    """
+    if shape != other_shape:
+        shapes = " and ".join(f"{rows}x{columns}" for rows, columns in (shape, other_shape))
+        raise DataError(f"{first} and {other}: are on different grids: {shapes}")
+
+
+def check_same(first: Path, expected: Coordinates, other: Path, coordinates: Coordinates) -> None:
+    """Check that cells have the same coordinates in two files; missing ones are not compared.
 
     Args:
         first: path of the file of `expected`.
-        expected: places of some cells, in degrees.
-        other: path of the file of `places`.
-        places: places of the same cells in the other file, of the same shape.
+        expected: coordinates of some cells, in degrees.
+        other: path of the file of `coordinates`.
+        coordinates: coordinates of the same cells in the other file, of the same shape.
 
     Raises:
         DataError: they are not.
     """
-    for (name, *_), one, two in zip(_RANGES, expected, places, strict=True):
+    for (name, *_), one, two in zip(_RANGES, expected, coordinates, strict=True):
         a, b = filled(one), filled(two)
         if np.array_equal(a, b, equal_nan=True):
             continue
@@ -117,8 +141,8 @@ def check_same(first: Path, expected: Places, other: Path, places: Places) -> No
             gaps = np.abs((gaps + 180) % 360 - 180)
         gap = float(np.nanmax(gaps, initial=0))
         if gap > TOLERANCE_DEG:
-            turned = _direction(a) * _direction(b) < 0
-            hint = f"; {name} runs the other way in one of them" if turned else ""
+            is_reversed = _direction(a) * _direction(b) < 0
+            hint = f"; {name} runs the other way in one of them" if is_reversed else ""
             raise DataError(
                 f"{first} and {other}: are on different grids: {name} differs by up to {gap:.4g} "
                 f"degrees{hint}"
@@ -126,27 +150,16 @@ def check_same(first: Path, expected: Places, other: Path, places: Places) -> No
 
 
 def _direction(values: npt.NDArray[Any]) -> float:
-    """Whether values grow or fall, as a sign, from the first to the last row; 0 if neither."""
+    """The sign of the change of values from the first to the last row; 0 if there is none."""
     finite = values[np.isfinite(values).reshape(len(values), -1).all(axis=1)]
     return float(np.sign(np.mean(finite[-1] - finite[0]))) if len(finite) > 1 else 0.0
 
 
 def filled(axis: Masked) -> npt.NDArray[Any]:
-    """Places as floats, NaN where they are missing."""
+    """Coordinates as floats, NaN where they are missing."""
     floats = axis if axis.dtype.kind == "f" else axis.astype(np.float64)
     values: npt.NDArray[Any] = np.ma.filled(floats, np.nan)
     return values
-
-
-Index = tuple[int | slice, ...]
-
-MOST_SIDE = 100_000
-"""Most rows or columns of a grid: at the equator, cells of 400 m."""
-
-MOST_CELLS = 1 << 30
-"""Most cells of a grid."""
-
-_DEGREES = ("degrees_north", "degrees_east")
 
 
 @dataclass(frozen=True)
@@ -154,13 +167,12 @@ class Grid:
     """The cells of a file.
 
     Attributes:
-        file: file that has the places of the cells.
+        file: file with the coordinates of the cells.
         names: names of the variables with latitudes and longitudes.
         dims: names of the dims of rows and columns.
         shape: number of rows and columns.
-        is_regular: whether latitudes are of rows and longitudes of columns, rather than each of
+        is_regular: whether latitudes are of rows and longitudes of columns, rather than both of
             cells.
-        num_times: number of times in the file.
     """
 
     file: NetcdfFile
@@ -168,14 +180,13 @@ class Grid:
     dims: tuple[str, str]
     shape: tuple[int, int]
     is_regular: bool
-    num_times: int
 
     @staticmethod
     def find(file: NetcdfFile, names: tuple[str, str]) -> Grid:
-        """The grid that two variables of places are on.
+        """The grid of two variables of coordinates.
 
         Raises:
-            DataError: one is not there, they do not make a grid, or one of no or too many cells.
+            DataError: one is missing, they do not form a grid, or it has no or too many cells.
         """
         latitude, longitude = (file.dims(name) for name in names)
         is_regular = len(latitude) == len(longitude) == 1 and latitude != longitude
@@ -192,23 +203,23 @@ class Grid:
                 f"there must be at least one, and at most {MOST_SIDE} in a row or column and "
                 f"{MOST_CELLS} in all"
             )
-        return Grid(file, names, (rows, columns), shape, is_regular, file.num_times)
+        return Grid(file, names, (rows, columns), shape, is_regular)
 
     @property
-    def says_degrees(self) -> bool:
+    def has_units(self) -> bool:
         """Whether the file gives the units of both."""
-        return all(self.file.unit(name) is not None for name in self.names)
+        return all(self.file.text(name, "units") is not None for name in self.names)
 
     def check_units(self) -> None:
-        """Check that places are in degrees, as far as the file says.
+        """Check that coordinates with units are in degrees.
 
         Raises:
-            DataError: it says that they are not.
+            DataError: they are not.
         """
         for name, degrees in zip(self.names, _DEGREES, strict=True):
             self.file.unit_of(name, degrees, degrees)
 
-    def places(self, rows: slice) -> Places:
+    def coordinates(self, rows: slice) -> Coordinates:
         """Latitude and longitude of the cells of some rows, in degrees: each [rows, columns].
 
         Raises:
@@ -221,7 +232,7 @@ class Grid:
         down, across = np.meshgrid(latitude, longitude, indexing="ij")
         return np.ma.asarray(down), np.ma.asarray(across)
 
-    def axes(self, rows: slice) -> Places:
+    def axes(self, rows: slice) -> Coordinates:
         """Latitudes of some rows and longitudes of all columns of a regular grid, in degrees.
 
         Raises:
@@ -238,19 +249,19 @@ class Grid:
         last: Sequence[str] = (),
         is_fixed: bool = False,
     ) -> tuple[Index, str]:
-        """Where a field's rows are in a variable.
+        """The index of a field's rows in a variable.
 
         Args:
             file: file that has the variable; this one's, or one on the same grid.
             name: name of the variable.
             time: number of the time.
             rows: rows of the grid.
-            last: names that a further dim behind rows and columns may have.
-            is_fixed: whether it may be the same at all times, and have no dim for them.
+            last: names that a further dim after rows and columns may have.
+            is_fixed: whether it may be constant in time, and have no time dim.
 
         Returns:
-            The index of its first dims, without that of a further one, and the name of the further
-            one, empty if there is none.
+            The index of its first dims, without a further one, and the name of the further one,
+            empty if there is none.
 
         Raises:
             DataError: it has other dims.
@@ -260,8 +271,8 @@ class Grid:
         lead: Index = ()
         if dims[:1] and dims[0].lower() == "time":
             lead = (0 if sizes[dims[0]] == 1 else time,)
-        elif self.num_times > 1 and not is_fixed:
-            self._refuse(file, name, last, f", since the file has {self.num_times} times")
+        elif self.file.num_times > 1 and not is_fixed:
+            self._refuse(file, name, last, f", since the file has {self.file.num_times} times")
         own = dims[len(lead) : len(lead) + 2]
         rest = dims[len(lead) + 2 :]
         if own != self.dims or len(rest) > 1 or (rest and rest[0] not in last):

@@ -15,10 +15,23 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import DataError
-from lockstep.systems.ufs.fields.grids import Places, filled
+from lockstep.systems.ufs.fields.grids import Coordinates, filled
 from lockstep.systems.ufs.fields.variables import VARIABLES, Variable, conversion
 from lockstep.systems.ufs.netcdf.decode import Masked
 from lockstep.systems.ufs.netcdf.file import NetcdfFile, netcdf4
+
+Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
+
+BAND_CELLS = 1 << 17
+"""Approximate number of cells of the grid that are read at a time."""
+
+_MOST_CHUNKED = 4
+"""Factor by which bands may grow to match the chunks that files are stored in."""
+
+_STRIP = 64
+"""Rows of the grid whose areas are computed at a time."""
 
 Date = tuple[int, int, int, int, int, int]
 """Year, month, day, hour, minute and second in the file's calendar."""
@@ -29,10 +42,10 @@ class Moment:
     """The time of a field.
 
     Attributes:
-        text: number, to ten digits, and unit as the file has them; empty if it says nothing.
-        date: the same as a date; None if the unit is no `… since …` that is understood.
-        month: number of the calendar month, from 1, that the field is of; None without a date. Of
-            a mean over an interval, which files may date at its end, the month of its middle.
+        text: number, to ten digits, and unit as in the file; empty if it has no time.
+        date: the same as a date; None if the unit is not a known `… since …`.
+        month: calendar month of the field, from 1; None without a date. A mean over an interval,
+            which files may date at its end, has the month of the middle.
         number: all digits of the number; None if there is none, or it is NaN.
     """
 
@@ -43,13 +56,13 @@ class Moment:
 
     @property
     def key(self) -> Date | tuple[float | None, str] | None:
-        """What equal times have in common; None if the file says nothing."""
+        """A key that equal times share; None if the file has no time."""
         numbered = (self.number, self.text) if self.text else None
         return self.date or numbered
 
     @property
     def shown(self) -> str:
-        """For people: the date, to the minute, or what the file says where that is none."""
+        """The date, to the minute, or the text of a time without a date."""
         if self.date is None:
             return self.text
         year, month, day, hour, minute, _ = self.date
@@ -60,7 +73,7 @@ def moments(file: NetcdfFile, first: int, count: int) -> list[Moment]:
     """The times `first`, `first + 1`, … of a file, `count` of them.
 
     Raises:
-        DataError: the variable `time` is no number or no list of numbers, or its bounds are not.
+        DataError: the variable `time` or its bounds are neither a number nor a list of numbers.
     """
     name = file.called("time")
     if name is None:
@@ -68,7 +81,7 @@ def moments(file: NetcdfFile, first: int, count: int) -> list[Moment]:
     values = _values(file, name, (), first, count)
     if values is None:
         return [Moment()] * count
-    unit, calendar = file.unit(name) or "", file.text(name, "calendar") or "standard"
+    unit, calendar = file.text(name, "units") or "", file.text(name, "calendar") or "standard"
     dates = [_date(value, unit, calendar) for value in values]
     middles = dates
     bounds = file.text(name, "bounds") or ""
@@ -116,27 +129,26 @@ def _date(value: Any, unit: str, calendar: str) -> Date | None:
 
 
 def in_time(times: Sequence[Moment]) -> npt.NDArray[np.int64]:
-    """The place in time of each moment, from 0: [moments].
+    """The index in time of each moment, from 0: [moments].
 
-    Where not all have dates, they count as in order.
+    If not all have dates, they are taken to be in order.
     """
     order = list(range(len(times)))
     if are_dated(times):
         order.sort(key=lambda number: times[number].date or ())
-    places: npt.NDArray[np.int64] = np.argsort(order)  # the permutation the other way round
-    return places
+    return np.asarray(np.argsort(order))  # the inverse permutation
 
 
 def are_dated(times: Iterable[Moment]) -> bool:
-    """Whether the files give all of some moments as dates."""
+    """Whether all moments have dates."""
     return all(moment.date is not None for moment in times)
 
 
 def check_differ(times: Iterable[tuple[Path, int, Moment]]) -> None:
-    """Check that no time comes twice.
+    """Check that no time occurs twice.
 
     Args:
-        times: path, number in the file and time of each scene; what has no time is not compared.
+        times: path, number in the file and time of each scene; scenes without times are ignored.
 
     Raises:
         DataError: one does.
@@ -145,21 +157,13 @@ def check_differ(times: Iterable[tuple[Path, int, Moment]]) -> None:
     for path, number, moment in times:
         if moment.key is None:
             continue
-        other, place = seen.setdefault(moment.key, (path, number))
-        if (other, place) != (path, number):
-            shown = f"time {place} of {other}" if place or other == path else str(other)
+        other, index = seen.setdefault(moment.key, (path, number))
+        if (other, index) != (path, number):
+            shown = f"time {index} of {other}" if index or other == path else str(other)
             raise DataError(
                 f"{path}: time: {moment.text} (time {number} of the file) is that of {shown} too; "
                 "give each time once"
             )
-
-
-Bools = npt.NDArray[np.bool_]
-Floats = npt.NDArray[np.float32]
-Ints = npt.NDArray[np.int64]
-
-_STRIP = 64
-"""Rows of the grid whose areas are computed at a time."""
 
 
 class Field(NamedTuple):
@@ -167,8 +171,8 @@ class Field(NamedTuple):
 
     Attributes:
         values: values in the variable's unit, [N], float32.
-        there: whether they are there, rather than missing, [N].
-        clipped: whether they were a little out of range and are at its end, [N].
+        there: whether they are present, rather than missing, [N].
+        clipped: whether they were slightly out of range and are clipped to it, [N].
     """
 
     values: Floats
@@ -183,14 +187,14 @@ class Scene(ABC):
         paths: paths of the scene's files.
         moment: time of the fields.
         shape: number of rows and columns of the grid.
-        says_degrees: whether the files give the units of places.
-        chunk_rows: number of rows stored together: to read fewer at a time is to read them twice.
+        has_units: whether the files give the units of coordinates.
+        chunk_rows: number of rows stored together: reading fewer at a time reads them twice.
     """
 
     paths: tuple[Path, ...]
     moment: Moment
     shape: tuple[int, int]
-    says_degrees: bool
+    has_units: bool
     chunk_rows: int
 
     @abstractmethod
@@ -213,34 +217,43 @@ class Scene(ABC):
         """Which cells of some rows of the grid are ocean: bool [rows, columns]."""
 
     @abstractmethod
-    def coordinates(self, rows: slice) -> Places:
+    def coordinates(self, rows: slice) -> Coordinates:
         """Latitude and longitude of the cells of some rows, in degrees: each [rows, columns]."""
 
-    def land(self, most: int = 40_000) -> Floats:
-        """Places [M, 2], latitude and longitude in degrees, of cells that are not ocean.
+    def bands(self) -> Iterator[slice]:
+        """The rows of each band of the grid."""
+        rows, columns = self.shape
+        size = max(1, BAND_CELLS // columns)
+        chunks = -(-size // self.chunk_rows) * self.chunk_rows
+        size = chunks if chunks <= _MOST_CHUNKED * size else size
+        for start in range(0, rows, size):
+            yield slice(start, min(start + size, rows))
 
-        Of a grid with more than `most` cells, every second, third, … row and column is looked at.
-        Cells without a place are left out.
+    def land(self, most: int = 40_000) -> Floats:
+        """Coordinates [M, 2], latitude and longitude in degrees, of cells that are not ocean.
+
+        Of a grid with more than `most` cells, every second, third, … row and column is used. Cells
+        without coordinates are left out.
 
         Args:
-            most: approximate number of cells that are looked at.
+            most: approximate number of cells that are used.
         """
         height, width = self.shape
         stride = math.ceil(math.sqrt(height * width / most))
-        places = []
+        parts = []
         for row in range(0, height, stride):
             one = slice(row, row + 1)
             place = np.stack([np.ma.filled(a, np.nan).reshape(-1) for a in self.coordinates(one)])
-            places.append(place[:, ~self.ocean(one).reshape(-1)][:, ::stride])
-        cells = np.concatenate(places, axis=1).T.astype(np.float32)
+            parts.append(place[:, ~self.ocean(one).reshape(-1)][:, ::stride])
+        cells = np.concatenate(parts, axis=1).T.astype(np.float32)
         known: Floats = cells[np.isfinite(cells).all(axis=1)]
         return known
 
     def areas(self) -> npt.NDArray[np.float64]:
-        """Relative areas [cells] of all cells of the grid, from the places of their neighbours.
+        """Relative areas [cells] of all cells of the grid, from the coordinates of neighbours.
 
-        The area is |∂r/∂row × ∂r/∂column| of the cells' places r on the unit sphere, by central
-        differences. Where a neighbour has no place, the cosine of latitude stands in.
+        The area is |∂r/∂row × ∂r/∂column| of the cells' positions r on the unit sphere, by central
+        differences. If a neighbour has no coordinates, the cosine of latitude is used instead.
         """
         height, width = self.shape
         if min(height, width) < 2:
@@ -268,8 +281,7 @@ class Scene(ABC):
         area, cosine = np.concatenate(strips, axis=1)
         known = np.isfinite(area)
         scale = area[known].sum() / cosine[known].sum() if known.any() else 1.0
-        filled: npt.NDArray[np.float64] = np.where(known, area, scale * cosine)
-        return filled
+        return np.asarray(np.where(known, area, scale * cosine))
 
     @abstractmethod
     def close(self) -> None:
@@ -319,7 +331,7 @@ class Scene(ABC):
         return Field(values, there, clipped)
 
     def _shown_place(self, row: int, column: int) -> str:
-        """The place of a cell for messages."""
+        """The coordinates of a cell for messages."""
         axes = (float(filled(a)[0, column]) for a in self.coordinates(slice(row, row + 1)))
         latitude, longitude = axes
         if not math.isfinite(latitude + longitude):
@@ -329,7 +341,7 @@ class Scene(ABC):
 
 @contextmanager
 def closed_on_error(scene: Scene) -> Iterator[None]:
-    """Closes a scene that turns out to be unusable while it is made."""
+    """Closes a scene if its constructor fails."""
     try:
         yield
     except BaseException:
@@ -338,7 +350,7 @@ def closed_on_error(scene: Scene) -> Iterator[None]:
 
 
 def _converted(stored: npt.NDArray[Any], unit: str, stored_unit: str) -> Floats:
-    """Stored values in the unit that is wanted, float32."""
+    """Stored values in another unit, float32."""
     factor, shift = conversion(unit, stored_unit)
     if factor != 1:
         stored = stored.astype(np.float64) * factor
@@ -347,7 +359,7 @@ def _converted(stored: npt.NDArray[Any], unit: str, stored_unit: str) -> Floats:
 
 
 def _implausible(where: str, variable: Variable, stored_unit: str, bad: Floats, cell: str) -> str:
-    """The message for values that are not finite or out of range, the first of them in a cell."""
+    """The message for values that are not finite or out of range, the first one in a cell."""
     place = f"in {len(bad)} ocean cells, first in {cell}"
     finite = bad[np.isfinite(bad)]
     if not len(finite):

@@ -1,4 +1,4 @@
-"""Which files there are: the scenes of a config, all on one grid, in a fixed order."""
+"""The scenes of a config's files, all on one grid, in a fixed order."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from lockstep.errors import ConfigError, DataError
-from lockstep.systems.ufs.fields.formats import HistoryScene, PairScene
+from lockstep.systems.ufs.fields.formats import HistoryScene, PairScene, count_times
+from lockstep.systems.ufs.fields.grids import check_same, check_shapes
 from lockstep.systems.ufs.fields.scenes import Moment, Scene, check_differ, closed_on_error
 
 
@@ -40,10 +44,10 @@ class Source:
         return PairScene(self.paths[0], self.paths[1], self.level, self.time)
 
     def key(self) -> list[object]:
-        """A key that no other scene has, as JSON values.
+        """A unique key of the scene, as JSON values.
 
-        Files are known by path, inode, size, and the times of the last change of their content
-        and, since programs can set that one, of anything.
+        A file is identified by its path, inode, size, and both times of its last change: of its
+        content, which programs can set, and of anything.
         """
         stats = [(str(path.resolve()), path.stat()) for path in self.paths]
         files = [[name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in stats]
@@ -63,31 +67,25 @@ def find_sources(
 
     Raises:
         ConfigError: both formats are given, or half of a pair.
-        DataError: a file is not there, or is not what it should be.
+        DataError: a file is missing or invalid.
     """
     if history and (atmosphere or ocean):
         raise ConfigError("history, atmosphere: give history files or CF pairs, not both")
     if history:
-        return [
-            Source((path,), time)
-            for path in _expand("history", history)
-            for time in range(HistoryScene.count_times(path))
-        ]
+        files: list[tuple[Path, ...]] = [(path,) for path in _expand("history", history)]
+        return [Source(one, time) for one in files for time in range(count_times(*one))]
     airs, seas = _expand("atmosphere", atmosphere), _expand("ocean", ocean)
     if len(airs) != len(seas):
         raise ConfigError(
             f"atmosphere, ocean: {len(airs)} and {len(seas)} files; each atmosphere file needs its "
             "ocean file"
         )
-    return [
-        Source(pair, time, level)
-        for pair in zip(airs, seas, strict=True)
-        for time in range(PairScene.count_times(*pair))
-    ]
+    pairs = zip(airs, seas, strict=True)
+    return [Source(pair, time, level) for pair in pairs for time in range(count_times(*pair))]
 
 
 def check_sources(sources: Sequence[Source], names: Sequence[str]) -> Scene:
-    """Check that all scenes have the variables, on one grid, each at a time of its own.
+    """Check that all scenes have the variables, on one grid, and that no time occurs twice.
 
     Args:
         sources: the scenes, at least one.
@@ -97,7 +95,7 @@ def check_sources(sources: Sequence[Source], names: Sequence[str]) -> Scene:
         The first scene, open.
 
     Raises:
-        DataError: a scene has not.
+        DataError: one does not.
     """
     first = sources[0].open()
     times: list[tuple[Path, int, Moment]] = []
@@ -107,18 +105,66 @@ def check_sources(sources: Sequence[Source], names: Sequence[str]) -> Scene:
                 of_file = enumerate(scene.all_moments())
                 times += [(source.paths[-1], number, moment) for number, moment in of_file]
                 scene.check(names)
-                if scene.shape != first.shape:
-                    shown = " and ".join(f"{a}x{b}" for a, b in (first.shape, scene.shape))
-                    raise DataError(
-                        f"{first.paths[0]} and {scene.paths[0]}: are on different grids: {shown}"
-                    )
+                check_shapes(first.paths[0], first.shape, scene.paths[0], scene.shape)
         check_differ(times)
         _check_contents([path for path, _, moment in times if moment.key is None])
     return first
 
 
+def check_one_grid(first: Source, other: Source) -> None:
+    """Check that two scenes are on the same grid.
+
+    Raises:
+        DataError: they are not.
+    """
+    with closing(first.open()) as one, closing(other.open()) as two:
+        check_shapes(one.paths[-1], one.shape, two.paths[-1], two.shape)
+        for rows in one.bands():
+            both = one.coordinates(rows), two.coordinates(rows)
+            check_same(one.paths[-1], both[0], two.paths[-1], both[1])
+
+
+def moments_of(sources: Sequence[Source]) -> list[Moment]:
+    """The time of each scene, in order."""
+    by_paths: dict[object, list[Moment]] = {}
+    for source in sources:
+        if source.paths not in by_paths:
+            with closing(source.open()) as scene:
+                by_paths[source.paths] = scene.all_moments()
+    return [by_paths[source.paths][source.time] for source in sources]
+
+
+def at_cells(
+    source: Source, names: Sequence[str], cells: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """Variables of a scene at cells, [N, names]; NaN on land and where they are missing.
+
+    Args:
+        source: scene to read.
+        names: short names of the variables.
+        cells: numbers of N cells in the grid, [N], int64.
+
+    Raises:
+        DataError: the file is damaged, or has implausible values.
+    """
+    found = np.full((len(cells), len(names)), np.nan)
+    with closing(source.open()) as scene:
+        scene.check(names)
+        width = scene.shape[1]
+        for rows in scene.bands():
+            first, last = rows.start * width, rows.stop * width
+            here = np.flatnonzero((cells >= first) & (cells < last))
+            if not len(here):
+                continue
+            here = here[scene.ocean(rows).reshape(-1)[cells[here] - first]]
+            for column, name in enumerate(names):
+                field = scene.field(name, rows, cells[here] - first)
+                found[here, column] = np.where(field.there, field.values, np.nan)
+    return found
+
+
 def _check_contents(paths: Sequence[Path]) -> None:
-    """Check that files that say no time are not copies of one another.
+    """Check that files without times are not copies of one another.
 
     Raises:
         DataError: two are.
@@ -144,7 +190,7 @@ def _sha256(path: Path) -> str:
 
 
 def _expand(key: str, patterns: Sequence[str]) -> list[Path]:
-    """The files that names and patterns stand for."""
+    """The files that match names and patterns."""
     paths = []
     for pattern in patterns:
         name = os.path.expanduser(pattern)

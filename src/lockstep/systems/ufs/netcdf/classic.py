@@ -1,8 +1,8 @@
-"""Whether a NetCDF file is whole, by what its own header says.
+"""Checks by its header that a NetCDF file is complete.
 
-The netCDF library reads a classic file (CDF-1, CDF-2, CDF-5) that was cut off as if zeros or other
-variables' values followed. The header says where each variable begins and how long it is, so the
-size that a whole file has is known. NetCDF-4 files are HDF5, which checks that itself.
+The netCDF library reads a truncated classic file (CDF-1, CDF-2, CDF-5) as if zeros or values of
+other variables followed. The header has the offset and the size of each variable, and so the size
+of the complete file. NetCDF-4 files are HDF5, which checks this itself.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _LONGEST_HEADER = 1 << 24
 
 
 class Damaged(Exception):
-    """A file is not NetCDF, or is not whole; the message says why."""
+    """A file is not NetCDF, or is incomplete; the message says why."""
 
 
 def check_whole(path: Path) -> None:
-    """Check that a file is NetCDF and, if it is a classic one, that no part of it is missing.
+    """Check that a file is NetCDF and, if it is a classic one, that it is complete.
 
     Raises:
         Damaged: it is not.
@@ -38,7 +38,7 @@ def check_whole(path: Path) -> None:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         magic = file.read(len(_HDF5))
-        if magic[:3] == b"CDF" and magic[3:4] in map(_byte, _VERSIONS):
+        if magic[:3] == b"CDF" and magic[3:4] and magic[3] in _VERSIONS:
             _Header(file, size, magic[3]).check()
         elif not _is_hdf5(file, size):
             raise Damaged("it begins with neither CDF nor HDF")
@@ -57,7 +57,7 @@ def _is_hdf5(file: BinaryIO, size: int) -> bool:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A variable's place in the file.
+    """A variable's position in the file.
 
     Attributes:
         name: name of the variable.
@@ -108,7 +108,8 @@ class _Header:
                 raise Damaged(
                     f"it has {self._size} bytes; {variable.name} alone needs the first {needed}"
                 )
-        # Of record variables, the first record is compared, and the whole with all others.
+        # Record variables are compared with one another in their first record, and together with
+        # all others.
         first = [v for v in stored if v.is_record]
         _check_apart(first)
         begin = min((v.begin for v in first), default=0)
@@ -131,7 +132,7 @@ class _Header:
         sizes = [dims[number] for number in numbers]
         self._skip_attributes()
         element = self._type_bytes()
-        self._count()  # the size in bytes, which does not hold what is greater than 4 GiB
+        self._count()  # the size in bytes, which overflows above 4 GiB
         begin = self._number(self._offset_bytes)
         is_record = bool(sizes) and sizes[0] == 0
         return _Stored(name, is_record, begin, element * math.prod(sizes[is_record:]))
@@ -196,7 +197,3 @@ def _check_apart(stored: list[_Stored]) -> None:
 
 def _padded(num_bytes: int) -> int:
     return num_bytes + -num_bytes % 4
-
-
-def _byte(number: int) -> bytes:
-    return bytes([number])

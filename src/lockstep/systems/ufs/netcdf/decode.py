@@ -1,14 +1,13 @@
-"""Decoding the numbers of a NetCDF variable: missing values, packing.
+"""Decodes the numbers of a NetCDF variable: missing values, packing.
 
-The netCDF library ignores, with a warning, attributes that do not fit a variable. Here they are
-refused: a missing value that is not recognised is a wrong value. What fits has the meaning that
-the library gives it, so that values are the same to the last bit.
+The netCDF library ignores, with a warning, attributes that do not fit a variable. They are errors
+here: a missing value that is not recognised is a wrong value. Attributes that fit have the meaning
+that the library gives them, so that values are the same to the last bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,28 +20,26 @@ KEYS = (
     "missing_value", "_FillValue", "valid_range", "valid_min", "valid_max", "scale_factor",
     "add_offset", "_Unsigned",
 )  # fmt: skip
-"""The attributes that `decoded` looks at."""
+"""The attributes that `decoded` uses."""
 
 
 class Unusable(ValueError):
     """An attribute does not fit its variable; the message says which and why."""
 
 
-_DEFAULT_FILL: Mapping[str, float] = MappingProxyType(
-    {
-        "i1": -127, "u1": 255, "i2": -32767, "u2": 65535, "i4": -2147483647, "u4": 4294967295,
-        "i8": -9223372036854775806, "u8": 18446744073709551614,
-        "f4": 9.969209968386869e36, "f8": 9.969209968386869e36,
-    }
-)  # fmt: skip
+_DEFAULT_FILL: Mapping[str, float] = {
+    "i1": -127, "u1": 255, "i2": -32767, "u2": 65535, "i4": -2147483647, "u4": 4294967295,
+    "i8": -9223372036854775806, "u8": 18446744073709551614,
+    "f4": 9.969209968386869e36, "f8": 9.969209968386869e36,
+}  # fmt: skip
 """The library's fill value of each type, for values that were never written."""
 
 
 def decoded(stored: Numbers, attributes: Mapping[str, Any]) -> Masked:
     """Values from numbers as they are stored.
 
-    `missing_value` (one or several), `_FillValue` and the valid range are of the stored numbers,
-    not of the unpacked values.
+    `missing_value` (one or several), `_FillValue` and the valid range apply to the stored numbers,
+    not to the unpacked values.
 
     Args:
         stored: integers or floats of any shape, as the file stores them.
@@ -80,16 +77,16 @@ def _unpacked(stored: Numbers, attributes: Mapping[str, Any]) -> Numbers:
     if scale is not None and offset is not None:
         if scale == 1 and offset == 0:
             return stored.astype(scale.dtype)
-        return _array(stored * scale + offset)
+        return np.asarray(stored * scale + offset)
     if scale is not None and scale != 1:
-        return _array(stored * scale)
+        return np.asarray(stored * scale)
     if offset is not None and offset != 0:
-        return _array(stored + offset)
+        return np.asarray(stored + offset)
     return stored
 
 
 def _factor(key: str, attributes: Mapping[str, Any]) -> Any:
-    """A number to unpack with, None if there is none; integers count as float64."""
+    """A factor or offset of unpacking, None if there is none; integers become float64."""
     if key not in attributes:
         return None
     value = _numbers(key, attributes[key])
@@ -142,7 +139,7 @@ def _numbers(key: str, value: Any) -> Numbers:
 
 
 def _unsigned(value: Any, dtype: np.dtype[Any]) -> Any:
-    """An attribute as the unsigned type sees it, if it has the type that is stored."""
+    """An attribute as unsigned numbers, if it has the stored type."""
     numbers = np.asarray(value)
     same = numbers.dtype.kind == "i" and numbers.dtype.itemsize == dtype.itemsize
     return numbers.view(dtype) if same else value
@@ -151,10 +148,10 @@ def _unsigned(value: Any, dtype: np.dtype[Any]) -> Any:
 def shown(value: Any) -> str:
     """An attribute's value for messages, in one line that is not too long."""
     plain = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
-    text = " ".join(repr(plain).split())
-    return text if len(text) <= 80 else f"{text[:80]}…"
+    return printable(" ".join(repr(plain).split()))
 
 
-def _array(values: Any) -> Numbers:
-    array: Numbers = np.asarray(values)
-    return array
+def printable(text: str) -> str:
+    """A text from a file for messages: in one line that is not too long."""
+    clean = "".join(c if c.isprintable() else "?" for c in text[:80])
+    return clean if len(text) <= 80 else f"{clean}…"

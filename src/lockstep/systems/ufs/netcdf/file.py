@@ -1,7 +1,7 @@
-"""Opening NetCDF files and reading pieces of their variables, with errors for the user.
+"""Opens NetCDF files and reads pieces of their variables, with errors for users.
 
-HDF5 follows some damaged files without an end, deaf to signals. So it works in a thread of its own
-while this one watches how long it computes. Waiting for a slow disk does not count.
+HDF5 loops forever on some damaged files, without reacting to signals. So it runs in a thread of its
+own, whose processor time is watched; waiting for a slow disk does not count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,38 +23,45 @@ import numpy as np
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.systems.ufs.fields.variables import accepted, spelt
 from lockstep.systems.ufs.netcdf.classic import check_whole
-from lockstep.systems.ufs.netcdf.decode import KEYS, Masked, Unusable, decoded
+from lockstep.systems.ufs.netcdf.decode import KEYS, Masked, Unusable, decoded, printable
 
 MOST_CPU_S = 5.0
 """Processor time that opening a file or reading one piece may take; they take milliseconds."""
 
-_LOOK_S = 0.5
+MOST_VALUES = 1 << 24
+"""Most values in one piece that is read; a band of the grid is far smaller."""
+
+MOST_CHUNK_BYTES = 1 << 28
+"""Most bytes of a chunk: the library holds all of it in memory to read a single value."""
+
+_MOST_SHOWN = 40
+_POLL_S = 0.5
 _MAPS = Path("/proc/self/maps")
 
 
 class Endless(Exception):
-    """A call into a library has computed for too long."""
+    """A call into a library has used too much processor time."""
 
 
-def within_patience(call: Callable[[], Any]) -> Any:
-    """The result of a call that lets go of the interpreter's lock while it works.
+def with_cpu_limit(call: Callable[[], Any]) -> Any:
+    """The result of a call that releases the interpreter's lock while it works.
 
     Raises:
-        Endless: it has taken more than `MOST_CPU_S`. Its thread cannot be ended and works on until
-            the process ends.
+        Endless: it has used more than `MOST_CPU_S`. Its thread cannot be stopped and runs until the
+            process ends.
     """
     outcome: dict[str, Any] = {}
 
     def work() -> None:
         try:
             outcome["value"] = call()
-        except BaseException as error:  # raised again where it is waited for
+        except BaseException as error:  # raised by the waiting thread
             outcome["error"] = error
 
     thread = threading.Thread(target=work, name="netcdf", daemon=True)
     thread.start()
     while True:
-        thread.join(_LOOK_S)
+        thread.join(_POLL_S)
         if not thread.is_alive():
             break
         if _cpu_s(thread) > MOST_CPU_S:
@@ -65,33 +72,33 @@ def within_patience(call: Callable[[], Any]) -> Any:
 
 
 def check_opens(path: str) -> None:
-    """Open a NetCDF file and ask about its variables, as the netCDF4 package does at first.
+    """Open a NetCDF file and query its variables, as the netCDF4 package does first.
 
-    The package, which must be imported, would keep the interpreter's lock. Errors are left to it.
-    Where its C library cannot be found, nothing is done.
+    The package, which must be imported, would hold the interpreter's lock. Errors are left to it.
+    Nothing is done if its C library is not found.
 
     Args:
         path: absolute.
 
     Raises:
-        Endless: it does not come back.
+        Endless: it does not return.
     """
     library = _library()
     if library is None:
         return
 
-    def look_through() -> None:
+    def query() -> None:
         number, num_variables = ctypes.c_int(), ctypes.c_int()
         name = path.encode(errors="surrogateescape")
         if library.nc_open(name, 0, ctypes.byref(number)) != 0:
             return
         library.nc_inq(number, None, ctypes.byref(num_variables), None, None)
         for variable in range(num_variables.value):
-            # Reads what the file says of the variable, its attributes included.
+            # Reads the metadata of the variable, including its attributes.
             library.nc_inq_var(number, variable, None, None, None, None, None)
         library.nc_close(number)
 
-    within_patience(look_through)
+    with_cpu_limit(query)
 
 
 @functools.cache
@@ -105,22 +112,13 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _cpu_s(thread: threading.Thread) -> float:
-    """Processor time of a thread so far; 0 where the system does not tell."""
+    """Processor time of a thread so far; 0 if the system does not measure it."""
     if not hasattr(time, "pthread_getcpuclockid") or thread.ident is None:
         return 0.0
     try:
         return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
-    except OSError:  # it has ended
+    except OSError:  # the thread has ended
         return 0.0
-
-
-MOST_VALUES = 1 << 24
-"""Most values in one piece that is read; a band of the grid is far smaller."""
-
-MOST_CHUNK_BYTES = 1 << 28
-"""Most bytes of a chunk: the library holds all of it in memory to read a single value."""
-
-_MOST_SHOWN = 40
 
 
 class NetcdfFile:
@@ -143,7 +141,7 @@ class NetcdfFile:
                 what = "is no regular file" if path.exists() else "there is no such file"
                 raise DataError(f"{path}: {what}")
             check_whole(path)
-            # The library takes a name that begins like a URL for one.
+            # The library would open a relative name that begins like a URL as a URL.
             name = os.path.abspath(path)
             dataset = netcdf4().Dataset
             check_opens(name)
@@ -185,7 +183,7 @@ class NetcdfFile:
         """Names and sizes of a variable's dims.
 
         Raises:
-            DataError: there is no such variable (the message has those there are), it is not of
+            DataError: there is no such variable (the message lists the others), it is not of
                 numbers, has a dim twice, or its chunks are too large to be read.
         """
         variable = self._variable(name)
@@ -195,27 +193,23 @@ class NetcdfFile:
             raise DataError(f"{self.path}: {name}: has one dim twice: ({names})")
         return sizes
 
-    def unit(self, name: str) -> str | None:
-        """A variable's `units` attribute, None if it has none."""
-        return self.text(name, "units")
-
     def text(self, name: str, key: str) -> str | None:
         """An attribute of a variable as text, None if it has none."""
         attributes = self._attributes(name, (key,))
         return str(attributes[key]) if attributes else None
 
     def unit_of(self, name: str, wanted: str, default: str) -> str:
-        """The unit that a variable is stored in, from which `wanted` can be had.
+        """The unit that a variable is stored in, which can be converted to `wanted`.
 
         Args:
             name: name of the variable.
-            wanted: unit that its values will be in.
-            default: unit it is in if it has no `units` attribute.
+            wanted: unit to convert to.
+            default: stored unit of a variable without a `units` attribute.
 
         Raises:
-            DataError: the attribute says a unit that cannot be converted.
+            DataError: the attribute has a unit that cannot be converted.
         """
-        said = self.unit(name)
+        said = self.text(name, "units")
         if said is None:
             return default
         unit = spelt(said, wanted)
@@ -236,7 +230,7 @@ class NetcdfFile:
 
         Raises:
             DataError: the file is damaged there, the piece has more than `MOST_VALUES` values, or
-                the attributes that say what is missing or packed do not fit the variable.
+                the attributes about missing or packed values do not fit the variable.
         """
         variable = self._variable(name)
         num_values = 1
@@ -248,7 +242,7 @@ class NetcdfFile:
                 "the size of a dim is wrong"
             )
         with _readable(self.path, name):
-            stored = within_patience(lambda: np.asarray(variable[index]))
+            stored = with_cpu_limit(lambda: np.asarray(variable[index]))
         try:
             return decoded(stored, self._attributes(name, KEYS))
         except Unusable as error:
@@ -274,13 +268,13 @@ class NetcdfFile:
         return variable
 
     def _attributes(self, name: str, keys: tuple[str, ...]) -> dict[str, Any]:
-        """Those of some attributes that a variable has."""
+        """Some attributes of a variable, those that it has."""
         variable = self._data.variables[name]
         with _readable(self.path, name):
             return {key: variable.getncattr(key) for key in variable.ncattrs() if key in keys}
 
     def _missing(self, name: str) -> str:
-        """The message for a variable that is not there."""
+        """The message for a missing variable."""
         names = list(self._data.variables)
         nearest = difflib.get_close_matches(name, names[:1000], n=1, cutoff=0.5)
         hint = f"; the nearest is {printable(nearest[0])}" if nearest else ""
@@ -290,10 +284,22 @@ class NetcdfFile:
         return f"{self.path}: has no variable {name}{hint} (it has {there}{groups})"
 
 
-def printable(text: str) -> str:
-    """A name from a file for messages: in one line that is not too long."""
-    clean = "".join(c if c.isprintable() else "?" for c in text[:80])
-    return clean if len(text) <= 80 else f"{clean}…"
+@contextmanager
+def new_netcdf(path: Path) -> Iterator[Any]:
+    """A NetCDF-4 dataset for writing, which gets its name once it is complete.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with closing(netcdf4().Dataset(temporary, "w")) as data:
+            yield data
+        temporary.replace(path)
+    except RuntimeError as error:  # the library's own, for a full disk too
+        raise OSError(f"{path}: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def netcdf4() -> Any:
@@ -313,7 +319,7 @@ def netcdf4() -> Any:
 
 @contextmanager
 def _readable(path: Path, name: str = "") -> Iterator[None]:
-    """Turns what is raised at a damaged file into one message."""
+    """Turns exceptions from a damaged file into one message."""
     where = f"{path}: {name}" if name else str(path)
     try:
         yield
@@ -321,7 +327,7 @@ def _readable(path: Path, name: str = "") -> Iterator[None]:
         raise
     except PermissionError as error:
         raise DataError(f"{where}: cannot be read: {error.strerror}") from error
-    except Exception as error:  # the library has no exceptions of its own: any kind can come
+    except Exception as error:  # the library raises exceptions of any kind
         detail = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise DataError(
             f"{where}: is not NetCDF, or is truncated or damaged ({printable(str(detail))}); get "

@@ -100,7 +100,7 @@ def _axes(figure: Any, number: int, region: str) -> Any:
 
 
 def _position(place: Floats, region: str) -> tuple[Floats, Floats]:
-    """The places of points on the axes: azimuthal equidistant about a pole, or plate carrée."""
+    """The positions of points on the axes: azimuthal equidistant about a pole, or plate carrée."""
     latitude, longitude = place.T
     if region == "global":
         return longitude % 360, latitude

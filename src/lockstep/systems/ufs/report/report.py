@@ -41,13 +41,13 @@ _ROWS_AT_A_TIME = 50_000
 
 @dataclass(frozen=True)
 class Ground:
-    """What a report needs to know of the grid.
+    """The grid of a report.
 
     Attributes:
         when: time of the fields, as text; may be empty.
         land: latitude and longitude in degrees of cells without ocean, [M, 2].
         area: relative areas of all cells, [cells].
-        months: calendar month of each time, 0 where it is not known, [times].
+        months: calendar month of each time, 0 if it is unknown, [times].
     """
 
     when: str
@@ -57,7 +57,7 @@ class Ground:
 
 
 class Report:
-    """Looks at one split, and draws maps of all rows at the time of the first of them."""
+    """The evaluation of one split, with maps of all rows at the time of its first row."""
 
     def __init__(
         self,
@@ -71,11 +71,10 @@ class Report:
 
         Args:
             net: trained network on the CPU.
-            splits: all rows there are, by split.
-            split: name of the split that figures are about.
-            ground: properties of the grid at the time that maps show, the first one of the
-                split.
-            baselines: what its predictions are compared with, by name.
+            splits: all rows, by split.
+            split: name of the split to evaluate.
+            ground: the grid at the time of the maps, that of the split's first row.
+            baselines: predictions to compare with, by name.
         """
         self._baselines = baselines
         self._net = net
@@ -85,7 +84,7 @@ class Report:
         self._true, self._predicted = self._compare(self._rows)
 
     def write(self, folder: Path, run_dir: Path, law_is_known: bool) -> list[str]:
-        """Write `report.json` and pictures; lines for people.
+        """Write `report.json` and pictures; returns lines to print.
 
         Args:
             folder: folder to write to; it exists.
@@ -182,7 +181,7 @@ class Report:
         )
         true = true_jacobian(columns["sst"], columns["sss"], net.inputs)
         edge = at_edge(columns["aice"])
-        # In units of deviations: those of the inputs have nothing to do with one another.
+        # In units of deviations, which make the inputs comparable.
         unit = (net.input_deviation / net.output_deviation).double().numpy()
         errors = {"everywhere": relative_error(learned * unit, true * unit)}
         if edge.any():
@@ -224,7 +223,7 @@ def _lines(
 
 
 def _finite(value: Any) -> Any:
-    """The same without NaN, which JSON does not have."""
+    """A value with None for NaN, which JSON does not have."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

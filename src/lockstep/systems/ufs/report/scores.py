@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 from torch.func import jvp, vjp, vmap
 
-from lockstep.systems.ufs.fields.grids import REGIONS
-from lockstep.systems.ufs.fields.grids import inside as fields_inside
+from lockstep.systems.ufs.fields import grids
 from lockstep.systems.ufs.model import SeaIceNet
 
 Floats = npt.NDArray[np.floating[Any]]
 
 ICE = 0.15
-"""The concentration from which on a cell counts as ice-covered."""
+"""The smallest concentration of a cell that counts as ice-covered."""
 
 EDGE = (ICE, 0.85)
 """Concentrations at the ice edge."""
@@ -77,7 +76,7 @@ def score(predicted: Floats, true: Floats, area: Floats, is_ice: bool) -> Score:
 
 def inside(latitude: Floats, region: str) -> npt.NDArray[np.bool_]:
     """Which points [N] are in a region: bool [N], from latitudes in degrees."""
-    return fields_inside(latitude, np.zeros_like(latitude), REGIONS[region])
+    return grids.inside(latitude, np.zeros_like(latitude), grids.REGIONS[region])
 
 
 def at_edge(concentration: Floats) -> npt.NDArray[np.bool_]:
@@ -87,7 +86,7 @@ def at_edge(concentration: Floats) -> npt.NDArray[np.bool_]:
 
 
 def relative_error(learned: Floats, true: Floats) -> float:
-    """The Frobenius norm of `learned` - `true`, as a part of that of `true`; both of one shape."""
+    """The Frobenius norm of `learned` - `true` relative to that of `true`, of the same shape."""
     return float(np.linalg.norm(learned - true) / np.linalg.norm(true))
 
 
@@ -98,7 +97,7 @@ def _edge_error(predicted: Floats, true: Floats, area: Floats) -> float:
 
 
 CHUNK = 4096
-"""Rows whose Jacobians are computed at a time: activations of so many stay in the cache."""
+"""Rows whose Jacobians are computed at a time, so that their activations stay in the CPU cache."""
 
 _SMALLEST_RATIO = 1e-12
 

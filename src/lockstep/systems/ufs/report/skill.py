@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,21 +15,29 @@ import numpy.typing as npt
 from lockstep.errors import LockstepError
 from lockstep.observe.figures import new_figure, save
 from lockstep.systems.ufs.fields.grids import REGIONS
-from lockstep.systems.ufs.fields.rows import Rows, at_cells, check_one_grid
+from lockstep.systems.ufs.fields.rows import Rows
 from lockstep.systems.ufs.fields.scenes import Moment
-from lockstep.systems.ufs.fields.sources import Source
+from lockstep.systems.ufs.fields.sources import Source, at_cells, check_one_grid
 from lockstep.systems.ufs.report.scores import inside
 
 Floats = npt.NDArray[np.floating[Any]]
 
+SEASONS: Mapping[str, tuple[int, ...]] = {
+    "DJF": (12, 1, 2), "MAM": (3, 4, 5), "JJA": (6, 7, 8), "SON": (9, 10, 11)
+}  # fmt: skip
+"""Calendar months by season."""
+
+ALL = "all"
+"""The name of all seasons together."""
+
 
 @dataclass(frozen=True)
 class Baseline:
-    """A prediction that needs no emulator.
+    """A prediction without an emulator.
 
     Attributes:
-        values: predicted outputs of N rows in their units, [N, out]; NaN where it has none.
-        remark: why it has none for some rows; empty if it has all.
+        values: predicted outputs of N rows in their units, [N, out]; NaN where there is none.
+        remark: why some rows have none; empty if all have one.
     """
 
     values: Floats
@@ -59,7 +66,7 @@ def persistence(rows: Rows, names: Sequence[str], period: Period) -> Baseline:
         period: scenes that rows are of.
 
     Raises:
-        DataError: a file is damaged, or has values that cannot be right.
+        DataError: a file is damaged, or has implausible values.
     """
     values = np.full((len(rows), len(names)), np.nan)
     dated = [(m.date, number) for number, m in enumerate(period.moments) if m.date is not None]
@@ -77,16 +84,16 @@ def climatology(
 ) -> Baseline:
     """The mean of each row's cell over the training period's fields of its calendar month.
 
-    A field of the row's own time is left out of the mean, which would know the truth.
+    A field of the row's own time is left out, since the mean would contain the truth.
 
     Args:
         rows: N rows of the scenes of `period`.
         names: short names of the outputs.
         period: scenes that rows are of.
-        trained: scenes that the emulator was trained on; or why they are not there.
+        trained: scenes that the emulator was trained on; or why they are not available.
 
     Raises:
-        DataError: a file is damaged, or has values that cannot be right.
+        DataError: a file is damaged, or has implausible values.
     """
     values = np.full((len(rows), len(names)), np.nan)
     if isinstance(trained, str):
@@ -124,7 +131,7 @@ def _month(
     cells: npt.NDArray[np.int64],
     keys: Collection[Any],
 ) -> tuple[Floats, Floats, Mapping[Any, Floats]]:
-    """Sums and numbers [cells, names] over the fields of a month, and those of some times."""
+    """Sums and counts [cells, names] over the fields of a month, and the fields of some times."""
     total, count = np.zeros((len(cells), len(names))), np.zeros((len(cells), len(names)))
     own = {}
     for source, moment in zip(trained.sources, trained.moments, strict=True):
@@ -142,23 +149,14 @@ def _lacking(values: Floats, why: str) -> str:
     return f"{lacking:,} of {len(values):,} rows have none: {why}" if lacking else ""
 
 
-SEASONS: Mapping[str, tuple[int, ...]] = MappingProxyType(
-    {"DJF": (12, 1, 2), "MAM": (3, 4, 5), "JJA": (6, 7, 8), "SON": (9, 10, 11)}
-)
-"""Calendar months by season."""
-
-ALL = "all"
-"""The name of all rows, whatever their season."""
-
-
 def skill(predicted: Floats, baseline: Floats, true: Floats) -> dict[str, Any] | None:
-    """1 - RMSE / RMSE of the baseline, over the rows that the baseline has; None if it has none.
+    """1 - RMSE / RMSE of the baseline, over the rows of the baseline; None if it has none.
 
     1 is perfect, 0 no better than the baseline, below 0 worse.
 
     Args:
         predicted: values by the emulator, [N].
-        baseline: values by the baseline, [N], NaN where it has none.
+        baseline: values by the baseline, [N], NaN where there is none.
         true: values in the files, [N].
 
     Returns:
@@ -191,7 +189,7 @@ def by_region_and_season(
 
     Args:
         latitude: latitudes of N rows in degrees, [N].
-        month: calendar month of each, [N], 0 where it is not known.
+        month: calendar month of each, [N], 0 if it is unknown.
         true: values in the files, [N].
         predicted: values by the emulator, [N].
         baselines: values by each baseline, [N], by its name.
@@ -222,7 +220,7 @@ def by_region_and_season(
 def lines(
     name: str, table: Mapping[str, Mapping[str, Mapping[str, Any]]], baselines: Sequence[str]
 ) -> Iterator[str]:
-    """What `by_region_and_season` says of an output, for people."""
+    """Lines to print about an output, from `by_region_and_season`."""
     for region, by_season in table.items():
         for season, entry in by_season.items():
             shown = [
@@ -243,11 +241,11 @@ def bars(
     """RMSE by season of the emulator and, for each baseline, of both over the baseline's rows.
 
     Args:
-        by_season: what `by_region_and_season` says of a region.
+        by_season: entries of `by_region_and_season` for a region.
         baselines: names of the baselines.
 
     Returns:
-        By what they are of, a number for each season, NaN where a baseline has no row.
+        For each label, a number for each season, NaN where a baseline has no row.
     """
     entries = by_season.values()
     found = {"emulator": [float(entry["rmse"]) for entry in entries]}
@@ -287,7 +285,7 @@ def draw_skill(
             axes.bar(place + number * width, heights, width, label=label, **style)
         axes.set_xticks(place + width * (len(series) - 1) / 2, list(by_season))
         axes.set(title=region)
-    # Below the panels, where it covers no bar.
+    # Below the panels, where it does not cover a bar.
     figure.legend(
         *panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=3, fontsize=8
     )

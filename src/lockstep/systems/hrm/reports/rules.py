@@ -1,0 +1,153 @@
+"""Kinds of puzzles by their tokens, and the rules that answers must keep."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.systems.hrm.data import arc_tasks as arc
+from lockstep.systems.hrm.data import maze
+from lockstep.systems.hrm.data.sudoku_board import Board, Grid, are_solutions, board_of, to_grids
+
+Tokens = npt.NDArray[np.integer[Any]]
+"""Tokens [cells], row by row; with more dimensions in front if a docstring says so."""
+
+Cells = npt.NDArray[np.bool_]
+"""A mask of cells [cells]."""
+
+BLANK = 1
+"""The token of a cell of a Sudoku without a digit."""
+
+_SUDOKU_SIDES = (4, 6, 9)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The kind of a dataset's puzzles.
+
+    Attributes:
+        name: `tokens` for puzzles of no known kind.
+        rows: rows of a grid.
+        columns: columns of a grid.
+        vocabulary: number of tokens.
+    """
+
+    name: Literal["sudoku", "maze", "arc", "tokens"]
+    rows: int
+    columns: int
+    vocabulary: int
+
+    @property
+    def cells(self) -> int:
+        """Number of cells."""
+        return self.rows * self.columns
+
+    @property
+    def board(self) -> Board:
+        """The board of a Sudoku."""
+        assert self.name == "sudoku"
+        return board_of(self.rows)
+
+    @property
+    def symbols(self) -> list[str]:
+        """The symbol of each token: a character, or its number if the kind is unknown."""
+        if self.name == "sudoku":
+            return ["?", ".", *map(str, range(1, self.rows + 1))]
+        if self.name == "maze":
+            return ["?", *maze.CHARACTERS]
+        if self.name == "arc":
+            return [" ", "+", *map(str, range(arc.NUM_COLOURS))]
+        return [*map(str, range(self.vocabulary))]
+
+    def given(self, question: Tokens) -> Cells:
+        """The cells of an answer that the question determines: clues; walls, start and goal."""
+        if self.name == "sudoku":
+            return np.asarray(question > BLANK)
+        if self.name == "maze":
+            return np.asarray(question != maze.FREE)
+        return np.zeros(question.shape, np.bool_)
+
+    def filled(self, question: Tokens, answer: Tokens) -> Cells:
+        """The cells that an answer adds to the question."""
+        if self.name == "sudoku":
+            return np.asarray(~self.given(question) & (answer > BLANK))
+        if self.name == "maze":
+            return np.asarray(~self.given(question) & (answer == maze.PATH))
+        return np.asarray(answer > (arc.END if self.name == "arc" else 0))
+
+
+def kind_of(vocabulary: int, length: int) -> Kind:
+    """The kind of puzzles with so many tokens, of so many cells.
+
+    Puzzles of no known kind are shown as the numbers of their tokens: in a square if their count
+    allows it, else in one row.
+    """
+    side = math.isqrt(length)
+    if side**2 != length:
+        return Kind("tokens", 1, length, vocabulary)
+    if side in _SUDOKU_SIDES and vocabulary == side + 2:
+        return Kind("sudoku", side, side, vocabulary)
+    if vocabulary == maze.VOCAB_SIZE:
+        return Kind("maze", side, side, vocabulary)
+    if (vocabulary, length) == (arc.VOCAB_SIZE, arc.SEQ_LEN):
+        return Kind("arc", side, side, vocabulary)
+    return Kind("tokens", side, side, vocabulary)
+
+
+def repeated(board: Board, grid: Grid) -> Cells:
+    """The cells whose digit occurs again in their row, column or box.
+
+    Args:
+        board: size of the board.
+        grid: digits [cells]; 0 is a blank, which breaks no rule.
+    """
+    row, column = np.divmod(np.arange(board.cells), board.side)
+    clashes = np.zeros((board.cells, board.cells), np.bool_)
+    for unit in (row, column, board.boxes):
+        clashes |= unit[:, None] == unit
+    np.fill_diagonal(clashes, False)
+    clashes &= (grid[:, None] == grid) & (grid > 0)
+    return np.asarray(clashes.any(axis=1))
+
+
+def mistakes(kind: Kind, question: Tokens, answer: Tokens, label: Tokens | None) -> Cells:
+    """The wrong cells of an answer.
+
+    These are cells that the question determines and the answer changes; in a Sudoku also those
+    without a digit, and those other than clues whose digit is repeated. If the right answer is
+    known, also all cells that differ from it.
+
+    Args:
+        kind: kind of the puzzle.
+        question: tokens [cells].
+        answer: tokens [cells].
+        label: the right answer [cells], 0 in cells without an answer; None if it is unknown.
+    """
+    given = kind.given(question)
+    wrong = given & (answer != question)
+    if label is not None:
+        wrong |= (label != 0) & (answer != label)
+    if kind.name == "sudoku":
+        digits = np.where(answer > BLANK, answer - BLANK, 0).astype(np.uint8)
+        wrong |= (repeated(kind.board, digits) & ~given) | (digits == 0)
+    return np.asarray(wrong)
+
+
+def is_solved(kind: Kind, question: Tokens, answer: Tokens, label: Tokens | None) -> bool:
+    """Whether an answer is a solution.
+
+    The rules decide on Sudokus and mazes, even if an answer is not the dataset's; answers to other
+    puzzles must be equal to the label.
+    """
+    if kind.name == "sudoku":
+        has_digits = bool((answer > BLANK).all())
+        is_kept = not (kind.given(question) & (answer != question)).any()
+        return has_digits and is_kept and bool(are_solutions(kind.board, to_grids(answer[None]))[0])
+    if kind.name == "maze":
+        return maze.is_shortest_path(question, answer, kind.rows)
+    assert label is not None
+    return bool(((answer == label) | (label == 0)).all() and (label != 0).any())

@@ -1,0 +1,22 @@
+"""The house stays as small, and its words as plain, as `pyproject.toml` says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import house
+
+
+def test_no_limit_of_the_house_is_passed() -> None:
+    assert not house.problems()
+
+
+def test_lines_of_code_are_those_without_blanks_comments_and_docstrings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(house, "SOURCE", tmp_path)
+    text = '"""A module.\n\nTwo lines."""\n\nX = (  # why\n    1,\n)\n"""An X."""\n# alone\n'
+    (tmp_path / "module.py").write_text(text)
+    assert house.modules() == [house.Module(Path("module.py"), 3, 2)]
