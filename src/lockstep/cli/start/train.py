@@ -13,7 +13,7 @@ from lockstep.config.parsing import parse_int, shown
 from lockstep.engine.checkpoint.kept_directory import KeptDirectory, kept_if_refused
 from lockstep.engine.checkpoint.origin import asked_items, items
 from lockstep.engine.checkpoint.run_directory import RunDirectory
-from lockstep.engine.task.rebuilt import Asked, watched
+from lockstep.engine.task.rebuilt import LengthReads, watched
 from lockstep.errors import ConfigError, LaunchError, LockstepError
 from lockstep.launching.front import Session, claim, leave, new_run_dir, predicted, run
 from lockstep.launching.host.output_pump import pumped_output
@@ -220,7 +220,7 @@ def _train_here(
     """Train as a rank, or as the only process."""
     kind, config = configured(target, overrides, config_file, session.resumed)
     try:
-        run(make_task(kind, watched(config, Asked())), config, session)
+        run(make_task(kind, watched(config, LengthReads())), config, session)
     except LockstepError as error:
         leave(error)
     return 0
