@@ -24,7 +24,7 @@ from lockstep.engine.flight import (
     waiting,
     waits,
 )
-from lockstep.engine.recovery.positions import Held, Origin
+from lockstep.engine.recovery.positions import Origin, Owned
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.run.reporter import Reporter
 from lockstep.errors import DataError
@@ -194,7 +194,7 @@ def test_files_of_a_loss_are_read_by_rank_0_alone_and_only_if_one_has_hung(
     )
     reporter = Reporter("task", TrainConfig(), runtime, parts, directory)
     reporter._slots = [0, 1, 2]
-    origin = Origin([0, 2], [Held(), Held()], [{"slot": 0}, {"slot": 2}], {})
+    origin = Origin([0, 2], [Owned(), Owned()], [{"slot": 0}, {"slot": 2}], {})
     reporter.regroup(Progress(step=11), origin, False, 1.0, 11)
     (lost,) = [event for event in events if isinstance(event, RankLost)]
     assert (lost.slot, lost.reason, lost.reached) == (1, reason, said)

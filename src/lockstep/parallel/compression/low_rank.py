@@ -144,8 +144,8 @@ class LowRankReduction(CompressedReduction):
         exact = summed.ordered(segments, left)
         self._sums = exact.total.segments[: len(left)]
         self._right = RightSums(summed, self._matrices)
-        beside = Row(exact.total.segments[len(left) :], exact.total.scalars)
-        self._flat, self.total = flat_totals(summed, beside)
+        exact_sums = Row(exact.total.segments[len(left) :], exact.total.scalars)
+        self._flat, self.total = flat_totals(summed, exact_sums)
         super().__init__(summed, summed.segments, summed.specs, exact)
 
     def restart(self) -> None:
@@ -178,7 +178,7 @@ class LowRankReduction(CompressedReduction):
         for leaf in self._waiting:
             self._right.add(self._cut(leaf, lefts))
         self._summed.at("factors")
-        # Whoever gets this sum knows that all ranks have finished what their leaves leave.
+        # A rank that gets this sum knows that all ranks have computed the errors of their leaves.
         rights = self._right.reduce()
         flat = [views(s, of) for s, of in zip(self._flat.segments, self._summed.specs, strict=True)]
         for number, whole in enumerate(self._whole):

@@ -29,7 +29,7 @@ class LeafStates(Protocol):
 
     @property
     def agreed(self) -> Sequence[Tensor]:
-        """What the sums of the step before have come to beside the gradient; on all ranks.
+        """What the sums of the step before have come to besides the gradient; on all ranks.
 
         Of integers, for each segment, the greatest exponents that any microbatch expects, int16
         [blocks]; of low rank, for each matrix, the right factor of its sum.
@@ -103,7 +103,7 @@ class Summed:
         specs: for each of them, the (offset, shape) of each tensor of a leaf.
         exact_segments: segments that travel as they are.
         exact_specs: for each of those, its tensors, which come last in a leaf.
-        num_scalars: number of float64 sums beside the gradient.
+        num_scalars: number of float64 sums besides the gradient.
         num_header: number of float64 values in each rank's header.
         num_microbatches: number of leaves.
         ranges: range of microbatches of each rank, in order, without gaps.
