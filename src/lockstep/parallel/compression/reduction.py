@@ -139,12 +139,27 @@ class Summed:
             specs: tensors of these.
             more_header: number of values behind each rank's header.
         """
-        return OrderedReduction(
-            self.transport,
+        return self.ordered_of(
             [*segments, *self.exact_segments],
             [*specs, *self.exact_specs],
-            num_scalars=self.num_scalars,
-            num_header=self.num_header + more_header,
+            self.num_scalars,
+            self.num_header + more_header,
+        )
+
+    def ordered_of(
+        self,
+        segments: Sequence[Segment],
+        specs: TensorSpecs,
+        num_scalars: int = 0,
+        num_header: int = 0,
+    ) -> OrderedReduction:
+        """An ordered reduction of these segments alone, over the same ranks."""
+        return OrderedReduction(
+            self.transport,
+            segments,
+            specs,
+            num_scalars=num_scalars,
+            num_header=num_header,
             num_microbatches=self.num_microbatches,
             ranges=self.ranges,
             device=self.device,
