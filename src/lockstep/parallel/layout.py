@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise, zip_longest
-from typing import Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
-from torch import Tensor
+if TYPE_CHECKING:  # screens cut numbers of ranks by this module, and start without torch
+    from torch import Tensor
 
 
 class Range(NamedTuple):
