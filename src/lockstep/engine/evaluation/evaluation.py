@@ -178,7 +178,7 @@ class Evaluation:
             try:
                 sums, updates = compute.evaluate(number, batch, fetched)
             except StageDone as done:
-                done.pass_on()
+                done.send()
                 return
             finally:
                 kept.restore()

@@ -191,7 +191,7 @@ class Trainer:
             state.is_save_overdue = False
 
     def _rescue(self) -> NoReturn:
-        """Save the state beside a run directory that is gone, and end.
+        """Save the state next to a run directory that is gone, and end.
 
         Raises:
             RunDirectoryError: always; on all ranks.

@@ -1,8 +1,8 @@
 """One training step, from the microbatches to the committed parameters.
 
-Nothing of the committed state changes before `Apply.step`: until then a step can be given up
-and done again. With a sharded optimizer, ranks need each other once more after it. So before any
-rank applies a step, all have what it takes to apply it: when one has, all of them can, and must.
+No committed state changes before `Apply.step`: until then a step can be given up and repeated. With
+a sharded optimizer, ranks need each other once more after it. So before any rank applies a step,
+all ranks have what they need to apply it: once one has applied it, all others can, and must.
 """
 
 from __future__ import annotations
