@@ -43,15 +43,10 @@ def _latency(effort: Effort, batch: int, target: float) -> Section:
     ]
     section = Section(
         f"MLP of 9,345 parameters, batch {batch} a rank, 2 ranks",
-        "Adam as each loop makes it: torch's default kernels in the peers, which a second row of "
-        "DDP replaces by fused ones; fused ones on the flat parameters in Lockstep. The last row "
-        "does not exchange anything, so it trains two models: the floor for a step of torch on "
-        "two ranks. The three before it are that loop with one call of MPI a step: a sum of the "
-        "flat gradient in no given order, or a barrier, after which a step takes as long as that "
-        "of its slower rank. Nothing that waits for the other rank each step can be faster. The "
-        "guarded one also does by hand what Lockstep promises of a step: it seeds the generators, "
-        "brings the gradient into flat memory, checks loss, norm and that no pass has changed a "
-        "parameter.",
+        "Peers use torch's default Adam; Lockstep uses the fused one, as a second row of DDP "
+        "does. `no exchange`: two separate models, the floor for a step on two ranks. `bare`: "
+        "that loop with one call of MPI a step. `guarded`: it also checks by hand what Lockstep "
+        "promises of a step.",
     )
     targets = [(1, target, "DDP"), (-1, 0.85, "two loops")]
     compared(section, programs, effort.rounds(5), targets)
@@ -88,9 +83,8 @@ def _one_rank(effort: Effort, batch: int, target: float) -> Section:
     ]
     section = Section(
         f"MLP of 9,345 parameters, batch {batch}, 1 rank",
-        "Against a hand-written loop over tensors, with torch's default Adam and with its fused "
-        "one (which Lockstep uses), and with its promises kept by hand, as above. Two "
-        "microbatches do the same work in twice as many, half as long, passes.",
+        "Beside a loop written by hand, with torch's default and fused Adam (which Lockstep "
+        "uses), and with Lockstep's promises kept by hand.",
     )
     targets = [(2, target, "the fused plain loop")]
     compared(section, programs, effort.rounds(5), targets)
@@ -156,10 +150,9 @@ def checkpoint(effort: Effort) -> list[Section]:
     """How long training stands still for a checkpoint."""
     section = Section(
         "Checkpoints, 2 ranks",
-        "`stall` is how long the training thread stands still for one checkpoint, as a part of "
-        "the time of 100 steps: the promise. The last column is what a checkpoint costs in all, "
-        "as the same part: the file is written in the background, but on this many cores the "
-        "writer takes time from the ranks.",
+        "`stall`: how long training stands still for a checkpoint. `cost`: all that a checkpoint "
+        "takes, since the writer shares the cores with the ranks. Both over the time of 100 "
+        "steps.",
         ("model", "bytes", "step", "stall", "stall / 100 steps", "write", "cost / 100 steps"),
     )
     for model, every, repeats, rounds in (("mlp_0p8m", 100, 5, 2), ("transformer_27m", 4, 3, 1)):
@@ -207,8 +200,7 @@ def memory(effort: Effort) -> list[Section]:
     worlds = sorted({row["world_size"] for row in large["table"]})
     section = Section(
         "Memory for gradients",
-        "Flat copies of the gradient in use at once on the rank that uses most: the nodes of the "
-        "tree that are kept, and the gradients autograd makes. Counted by running the real "
+        "Flat copies of the gradient in use at once on the rank with most, counted in the "
         "reduction of the 27-million-parameter model. M: microbatches, W: ranks.",
         ("M", *(f"W = {w}" for w in worlds), "2 + log2 M"),
     )

@@ -38,10 +38,9 @@ def section(sizes: Sequence[int], rounds: int, timed: Timed) -> Section:
     """Forward and backward passes of one batch."""
     made = Section(
         f"A circuit as a layer: a batch of {BATCH}, {NUM_LAYERS} layers",
-        "Forward and backward pass of `ls.quantum.Layer` and of PennyLane's `TorchLayer`, float32, "
-        "one thread: inputs as RY on each qubit and RX, RY, RZ with weights, and a ring of CNOTs, "
-        "in each layer; <Z> of each qubit; gradients in inputs and weights. PennyLane's "
-        "default.qubit simulates the batch at once, lightning.qubit (adjoint) each sample.",
+        "Forward and backward pass of `ls.quantum.Layer` and PennyLane's `TorchLayer`, float32, "
+        "one thread: RY inputs, RX, RY, RZ weights and a ring of CNOTs in each layer; <Z> of each "
+        "qubit. default.qubit simulates the batch at once, lightning.qubit (adjoint) each sample.",
         ("qubits", "Lockstep", *PEERS, *(f"{peer} / Lockstep" for peer in PEERS)),
     )
     for num_qubits in sizes:

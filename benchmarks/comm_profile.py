@@ -29,7 +29,7 @@ _QUIET = 0.5
 
 Over = Literal["mpi", "gloo"]
 
-SHOWN = ("1KB", "64KB", "1MB", "16MB")
+SHOWN = ("1KB", "64KB", "16MB")
 """Sizes that the page has rows of."""
 COUNTERPARTS: dict[Over, tuple[tuple[Layer, str, str], ...]] = {
     "mpi": (

@@ -123,7 +123,7 @@ def scoreboard(cases: list[Case], launcher: str) -> Section:
         f"Injected causes, launcher {launcher}",
         "Each cause is injected into a run of its own; `lockstep diagnose` then reads the run "
         "directory. The first cause that it names counts.",
-        ("injected", "named first", "of the time", "right", "others", "time of the diagnosis"),
+        ("injected", "named first", "of the time", "right", "others"),
     )
     seconds, right = [], 0
     for case in cases:
@@ -134,7 +134,7 @@ def scoreboard(cases: list[Case], launcher: str) -> Section:
         lost = _percent(found[0]["lost"]) if found else ""
         others = ", ".join(f"{c['name']} {_percent(c['lost'])}".strip() for c in found[1:])
         hit = "yes" if first == case.cause else f"**no** ({case.cause or 'nothing'})"
-        section.rows.append((case.name, first or "nothing", lost, hit, others, f"{took:.2f} s"))
+        section.rows.append((case.name, first or "nothing", lost, hit, others))
         print(*section.rows[-1], sep=" | ", file=sys.stderr, flush=True)
         section.raw[case.name] = {"found": found, "seconds": took}
     share = right / len(cases)

@@ -118,12 +118,10 @@ def two_stages(quick: bool, rounds: int) -> Section:
     section = Section(
         "Two stages",
         f"Eight blocks of a transformer, width {width}, 8 heads, {NUM_MICROBATCHES} microbatches "
-        f"of {samples} x 128 tokens, float32, 1F1B. Time is that of a whole step: forward, "
-        "backward, the sum over microbatches and SGD; Lockstep's is that of its training loop. "
-        "`bits` is a SHA-256 of the final parameters: it is to be the same on one rank and on "
-        f"two. Two stages can be at most 2M/(M+1) = {best:.2f} times as fast as one rank, for the "
-        "first and last microbatch leave a stage idle; two for each rank (`mesh.interleave=2`) "
-        f"2M/(M+1/2) = {2 * NUM_MICROBATCHES / (NUM_MICROBATCHES + 0.5):.2f} times.",
+        f"of {samples} x 128 tokens, float32, 1F1B; a whole step with SGD. `bits`: SHA-256 of the "
+        f"final parameters. Two stages can be at most {best:.2f} times as fast as one rank; two "
+        "for each rank (`mesh.interleave=2`) "
+        f"{2 * NUM_MICROBATCHES / (NUM_MICROBATCHES + 0.5):.2f} times.",
         ("", "time", "one rank / this", "bits"),
         raw=dict(results),
     )

@@ -37,6 +37,8 @@ ROUNDS = 3
 """Of each plan and each training, in turn; the fastest counts."""
 SHAPES = ("1gbit", "100mbit", "20ms")
 _WORST, _MEDIAN, _MEMORY = 0.13, 0.05, 0.05
+_NOT_SHOWN = 3
+"""Ranks without rows on the page: those of 2 and 4 say as much."""
 _ROWS = 40
 _SECONDS = 3.0
 _NEVER = 1_000_000_000
@@ -138,32 +140,24 @@ def section_of(pairs: Sequence[Pair]) -> Section:
     """Predicted beside measured, of each task on each number of ranks."""
     section = Section(
         "Predicted steps",
-        f"{ROUNDS} times in turn: `lockstep plan --ranks 1,2,3,4` of each task and launcher, "
-        f"then a training of about {_SECONDS:.0f} s on as many ranks. The fastest plan and the "
-        "fastest training count, and the most memory. A step is the median of reports, each a mean "
-        "of `log_every` (10) steps; memory is the greatest resident set of a rank. Shaped "
-        "networks: two network namespaces with a rank each, whose links are slowed "
-        "(`benchmarks/lab`); messages as `lockstep comm-profile` measured them there. c/s/w: "
-        "what was predicted for computing, the sum of gradients, and waiting. The machine has "
-        "two cores: 3 and 4 ranks take turns. On this host a plan has trained the same ranks "
-        "together, so those rows tell what a machine that does other things some minutes later "
-        "leaves of a measurement; `rounds` says how far the trainings, each of the same "
-        "program, were apart. `from parts` is the error of the plan without such trainings: of "
-        "rows that could not be tried. The shaped networks "
-        "could not: there both count.",
+        f"{ROUNDS} times in turn: `lockstep plan --ranks 1,2,3,4`, then a training of about "
+        f"{_SECONDS:.0f} s on as many ranks; the fastest of each counts. A step is the median of "
+        "reports; memory is the greatest resident set of a rank. `1gbit`, `100mbit`, `20ms`: two "
+        "network namespaces with a rank each (`benchmarks/lab`). With two cores, 3 and 4 ranks "
+        "take turns. `rounds`: how far trainings of the same program were apart. The file with raw "
+        "numbers has the parts of each prediction, and the rows of 3 ranks.",
         (
-            "task", "where", "ranks", "predicted", "measured", "off", "rounds", "from parts",
-            "c/s/w ms", "memory", "off",
+            "task", "where", "ranks", "predicted", "measured", "off", "rounds", "memory", "off",
         ),
     )  # fmt: skip
     for pair in pairs:
+        if pair.ranks == _NOT_SHOWN:
+            continue
         step, peak = pair.errors
-        parts = "/".join(f"{1e3 * part:.2f}" for part in pair.parts)
         section.rows.append(
             (
                 pair.case, pair.where, str(pair.ranks), f"{1e3 * pair.predicted[0]:.2f} ms",
                 f"{1e3 * pair.measured[0]:.2f} ms", f"{step:+.1%}", f"{pair.spread:.1%}",
-                f"{pair.parts_error:+.1%}", parts,
                 f"{pair.measured[1] / 2**20:.0f} MiB", f"{peak:+.1%}",
             )
         )  # fmt: skip

@@ -51,12 +51,10 @@ def main() -> None:
 def _killed(rounds: int, source: random.Random) -> Section:
     section = Section(
         "A rank is killed",
-        "SIGKILL of a random rank, at a random moment of a random step or up to 10 ms after it; "
-        "for torchft, after a random step of the same batch and optimizer. `noticed`: until a "
-        "survivor's collective fails. `regrouped`: until the survivors have regrouped, agreed on "
-        "the state and distributed the microbatches anew. `next step`: from the kill to the next "
-        f"committed step. torchft waits {TORCHFT_JOIN_MS} ms for stragglers (`join_timeout_ms`; "
-        "its default is 60 s).",
+        "SIGKILL of a random rank at a random moment; for torchft, after a random step. "
+        "`noticed`: until a survivor's collective fails. `regrouped`: until microbatches are "
+        "distributed again. `next step`: from the kill to the next committed step. torchft waits "
+        f"{TORCHFT_JOIN_MS} ms for stragglers (`join_timeout_ms`; default 60 s).",
         ("ranks", "of", "kills", "noticed", "regrouped", "next step", "worst", "a step", "equal"),
     )
     for num_ranks in (2, 3, 4):
@@ -81,7 +79,7 @@ def _killed(rounds: int, source: random.Random) -> Section:
     section.raw["teardown_s"] = asdict(down)
     section.verdicts.append(
         f"- Of this the kernel takes {duration(down)} to take down a killed process that has "
-        "imported torch, measured alone on a free core: nobody can be told before. With more ranks "
+        "imported torch, measured alone on a free core: nobody can know before. With more ranks "
         "than cores, survivors that wait keep the cores busy and hold up the end of the killed one."
     )
     return section
@@ -131,9 +129,8 @@ def _stopped(rounds: int, source: random.Random) -> Section:
 def _replaced(rounds: int) -> Section:
     section = Section(
         "A new process comes in the place of a killed one",
-        "2 ranks, `--replace 1`. `there`: from the kill until the new process takes part, nearly "
-        "all of it the start of Python and torch beside the rank that trains. `merged`: how long "
-        "that one waits: regroup, merge, copy the state, distribute the microbatches.",
+        "2 ranks, `--replace 1`. `there`: from the kill until the new process takes part, mostly "
+        "the import of torch. `merged`: how long the other rank waits.",
         ("of", "kills", "there", "merged"),
     )
     for launcher in ("mpi", "local"):
@@ -148,7 +145,7 @@ def _hogged(seconds: float) -> Section:
     section = Section(
         "Busy cores are no hang",
         "2 ranks beside a process for each core that never pauses, `hang_timeout_s=1`.",
-        ("trained for", "longest step", "ranks taken for hung"),
+        ("trained for", "longest step", "ranks wrongly ended"),
     )
     found = section.raw["hogged"] = hogged(seconds)
     section.rows.append(

@@ -200,9 +200,8 @@ def gradients() -> Section:
     """What data parallelism has to add up."""
     section = Section(
         "Gradients of the guide's network",
-        "1024 → 512 → 256 → 128 → 10. Bytes of float32 that a step adds up over ranks: those of "
-        "all tensors that are trained. PyTorch's DDP adds up the same, and with its default "
-        "`broadcast_buffers` also sends U, in every forward pass, where it is kept in buffers.",
+        "1024 → 512 → 256 → 128 → 10. Bytes of float32 that a step sums over ranks. DDP sums the "
+        "same, and with `broadcast_buffers`, its default, also sends U in every forward pass.",
         ("layers", "gradients", "U, sent with DDP's default", "here over dense"),
     )
     for name, keys in NETWORKS.items():

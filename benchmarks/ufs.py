@@ -31,9 +31,8 @@ def one_rank(effort: Effort) -> Section:
     ]
     section = Section(
         "Training, 1 process, batch 1000",
-        "The recipe's network (14 → 64 → 64 → 64 → 1, 9,345 parameters) and rows. The DataLoader "
-        "is torch's with its defaults, as most scripts have it; the tensor loops gather batches "
-        "with one index operation. Adam is torch's default in the peers, but for the last.",
+        "The system's network (14 → 64 → 64 → 64 → 1, 9,345 parameters) and rows. The DataLoader "
+        "has torch's defaults; the tensor loops gather batches with one index operation.",
     )
     return _compared(section, programs, effort.rounds(5), {1: (4.0, (3, 1)), 2: (0.95, (3, 2))})
 
@@ -61,9 +60,8 @@ def two_ranks(effort: Effort) -> Section:
     ]  # fmt: skip
     section = Section(
         "Training, 2 ranks, batch 1000 a rank",
-        "Samples of both ranks. `no exchange`: two processes that train models of their own, what "
-        "torch gains over one process on this machine at best. The last row sums the flat gradient "
-        "with one call of mpi4py a step, without an engine.",
+        "Samples of both ranks. `no exchange`: two separate models. The last row sums the flat "
+        "gradient with one call of mpi4py, without an engine.",
     )
     targets = {1: (1.8, (4, 5)), 2: (8.0, (4, 2))}
     found = _compared(section, programs, effort.rounds(5), targets)
@@ -124,12 +122,10 @@ def reading(effort: Effort) -> Section:
     """Speed and memory."""
     section = Section(
         "Reading 721 × 1440 cells, 14 inputs and aice, 4 times",
-        "One process reads the variables, masks, checks and keeps all ocean cells in files, and "
-        "draws 400,000 rows from them; `from what is kept` is any later start. Peak memory beyond "
-        "that of the process with its imports. "
-        "`read(2)` takes as many bytes of the same files without looking at them, and `netCDF4 "
-        "alone` the variables, and both keep nothing. Before each run the kernel is told to drop "
-        "the files from its cache.",
+        "One process reads, checks and keeps all ocean cells in files, and draws 400,000 rows; "
+        "`from what is kept` is a later start. Peak memory is beyond that of the imports. "
+        "`read(2)` and `netCDF4 alone` read as much and keep nothing. Files are dropped from the "
+        "kernel's cache before each run.",
         ("", "time", "MB/s of the variables", "memory, MiB"),
     )
     with tempfile.TemporaryDirectory() as folder:
