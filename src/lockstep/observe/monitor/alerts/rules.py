@@ -50,12 +50,12 @@ class Condition(Section):
 
     @property
     def kind(self) -> str:
-        """The key that says what is looked for."""
+        """The key of `KINDS` that the condition has."""
         return next(key for key in KINDS if getattr(self, key) is not None)
 
     @property
     def is_of_disk(self) -> bool:
-        """Whether it is looked for once on each disk, and not in each run."""
+        """Whether it is checked once for each disk, not for each run."""
         return self.kind.startswith("disk")
 
     @model_validator(mode="after")
@@ -78,7 +78,7 @@ KINDS = (
     "metric", "no_step_for_s", "not_finite", "rank_lost", "ranks_below", "efficiency_below",
     "disk_free_bytes_below", "disk_free_share_below", "ended", "digest_differs",
 )  # fmt: skip
-"""Keys of `Condition` that say what is looked for."""
+"""Keys of `Condition`, of which each has one."""
 
 
 class Action(Section):
@@ -120,7 +120,7 @@ class Action(Section):
 
 
 class Rule(Section):
-    """A condition, the runs that it is looked for in, and what is done."""
+    """A condition, the runs that it is checked in, and the actions."""
 
     name: Name
     """What the alert is called; no two rules have the same."""
@@ -149,7 +149,7 @@ class Rule(Section):
 _NO_STEPS = (
     "no_step_for_s", "ended", "digest_differs", "disk_free_bytes_below", "disk_free_share_below",
 )  # fmt: skip
-"""Conditions of which steps say nothing."""
+"""Conditions that do not depend on steps."""
 
 
 class Rules(Section):
@@ -191,20 +191,20 @@ def read_rules(path: Path) -> Rules:
 
 
 def _explained(problem: Any, source: str) -> str:
-    """One of pydantic's errors as a line; of an unknown key also which ones there are."""
-    place = problem["loc"]
-    key = ".".join(map(str, place))
+    """One of pydantic's errors as a line; for an unknown key with the known ones."""
+    location = problem["loc"]
+    key = ".".join(map(str, location))
     if problem["type"] == "missing":
         return f"{source}: {key}: is missing"
     if problem["type"] != "extra_forbidden":
         return explain(Rules, problem, source)
-    return f"{source}: {key}: is no key; there are {', '.join(_section_at(place).model_fields)}"
+    return f"{source}: {key}: is no key; there are {', '.join(_section_at(location).model_fields)}"
 
 
-def _section_at(place: tuple[int | str, ...]) -> type[Section]:
+def _section_at(location: tuple[int | str, ...]) -> type[Section]:
     """The class of the section that a key is in."""
     sections: dict[str, type[Section]] = {"rules": Rule, "when": Condition, "do": Action}
-    names = [part for part in place[:-1] if isinstance(part, str)]
+    names = [part for part in location[:-1] if isinstance(part, str)]
     return sections[names[-1]] if names else Rules
 
 
