@@ -1,4 +1,4 @@
-"""Hooks that many runs need: `lockstep.hooks`."""
+"""Hooks that many runs need: a moving average of the parameters, and early stopping."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class EMA(Hook):
         self.average: dict[str, Tensor] = {}
 
     def on_start(self, run: Run) -> None:
-        """Have averages that were loaded where the parameters are."""
+        """Move averages that were loaded to the devices of the parameters."""
         self._follow(run.model)
 
     def after_step(self, run: Run) -> None:
-        """Move the average."""
+        """Update the averages."""
         with torch.no_grad():
             for name, parameter in run.model.named_parameters():
                 if not parameter.requires_grad:
@@ -64,8 +64,8 @@ class EMA(Hook):
                     self.average[name] = parameter.detach().clone()
 
     def __call__(self, model: nn.Module, *arguments: Any, **keywords: Any) -> Any:
-        """The model's output with the averages for its parameters; its buffers as they are."""
-        self._follow(model)  # of a run that is evaluated only, nobody has called `on_start`
+        """The model's output with the averages for its parameters, and its own buffers."""
+        self._follow(model)  # `on_start` is not called where a run is only evaluated
         return torch.func.functional_call(model, dict(self.average), arguments, keywords)
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class EMA(Hook):
         return dict(self.average)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over averages, on the devices they are on."""
+        """Copy averages, on the devices they are on."""
         self.average = {name: tensor.clone() for name, tensor in state.items()}
 
     def _follow(self, model: nn.Module) -> None:
@@ -86,8 +86,8 @@ class EMA(Hook):
 class EarlyStopping(Hook):
     """Ends the run when a metric of an evaluation has not improved for some evaluations.
 
-    The config has the same for `watch` (`early_stopping.patience`); this one is for further
-    metrics, and to start from for rules of your own.
+    The config has the same for the metric `watch` (`early_stopping.patience`). This hook is for
+    further metrics, and a start for rules of your own.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class EarlyStopping(Hook):
         self.num_stale = 0
 
     def after_evaluation(self, run: Run, split: str, metrics: dict[str, float]) -> None:
-        """Judge the metric.
+        """Compare the metric with the best one.
 
         Raises:
             ConfigError: the evaluation has no such metric.
@@ -145,5 +145,5 @@ class EarlyStopping(Hook):
         return {"best": self.best, "num_stale": self.num_stale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on judging."""
+        """Restore the best value and the count."""
         self.best, self.num_stale = state["best"], state["num_stale"]

@@ -102,7 +102,7 @@ def test_completion(tmp_path, words, expected):
     assert set(done.stdout.split()) == expected, done.stderr
 
 
-def told(done):
+def errors(done):
     """Standard output without warnings, such as that of idle cores."""
     return [line for line in done.stdout.splitlines() if "warning: " not in line]
 
@@ -114,12 +114,12 @@ def test_quiet_is_one_line(lockstep, tmp_path, num_ranks):
     assert done.returncode == 0, done.stderr
     stopped = result(tmp_path / "r")
     expected = f"stopped at step 2, SHA-256 {stopped['params_sha256']}, r"
-    assert told(done) == [expected]
+    assert errors(done) == [expected]
     done = lockstep("resume", "r", "-q", "-n", num_ranks)
     assert done.returncode == 0, done.stderr
     finished = result(tmp_path / "r")
     expected = f"completed at step 4, SHA-256 {finished['params_sha256']}, r"
-    assert told(done) == [expected]
+    assert errors(done) == [expected]
 
 
 @pytest.mark.parametrize("num_ranks", ["1", "2"])
@@ -146,7 +146,7 @@ def test_quiet_still_tells_of_warnings_and_errors(lockstep):
     done = lockstep("train", target(), "steps=4", "evil=shape", "-q")
     assert done.returncode == 2
     assert "error: " in done.stderr
-    assert told(done) == []
+    assert errors(done) == []
 
 
 def test_exit_codes_of_children_are_kept_where_their_signal_was_ignored(here):

@@ -17,7 +17,7 @@ from lockstep.cli.clusters.doctor import checks as doctor_checks
 from lockstep.cli.clusters.doctor import command as doctor_ranks
 from lockstep.cli.clusters.doctor.checks import Check, guarded
 from lockstep.cli.clusters.doctor.command import (
-    Said,
+    Output,
     exit_code,
     listen,
     mpi_checks,
@@ -97,8 +97,8 @@ def line(name: str, rank: int, ok: bool = True, detail: str = "") -> dict[str, A
 def test_a_wrong_result_names_rank_and_host() -> None:
     lines = [line("start", 0), line("start", 1), line("barrier", 0)]
     lines += [line("barrier", 1, ok=False, detail="got 1, expected 2")]
-    said = Said(2, lines, Captured(1, "", ""))
-    checks = {check.name: check for check in start_and_collectives("mpi", said, "mend it")}
+    output = Output(2, lines, Captured(1, "", ""))
+    checks = {check.name: check for check in start_and_collectives("mpi", output, "mend it")}
     assert checks["mpi start"].status == "ok"
     barrier = checks["mpi barrier"]
     assert (barrier.status, barrier.fix) == ("fail", "mend it")
@@ -106,16 +106,16 @@ def test_a_wrong_result_names_rank_and_host() -> None:
 
 
 def test_silence_names_ranks_and_the_last_words() -> None:
-    said = Said(3, [line("start", 0), line("start", 2)], Captured(None, "", "a\nbad luck\n"))
-    check = said.check("mpi start", "start", range(3), "fix")
-    assert check.detail == "no word from rank 1 (ran out of time): bad luck"
-    check = said.check("x", "barrier", range(3), "fix")
+    output = Output(3, [line("start", 0), line("start", 2)], Captured(None, "", "a\nbad luck\n"))
+    check = output.check("mpi start", "start", range(3), "fix")
+    assert check.detail == "no output from rank 1 (ran out of time): bad luck"
+    check = output.check("x", "barrier", range(3), "fix")
     assert "rank 0 on node0, 1, 2 on node2" in check.detail
 
 
 def test_ranks_that_did_not_start_try_nothing() -> None:
-    said = Said(2, [line("start", 0)], Captured(1, "", ""))
-    found = statuses(list(start_and_collectives("gloo", said, "fix")))
+    output = Output(2, [line("start", 0)], Captured(1, "", ""))
+    found = statuses(list(start_and_collectives("gloo", output, "fix")))
     assert found.pop("gloo start") == "fail"
     assert found == {f"gloo {name}": "skip" for name in COLLECTIVES}
 
@@ -136,23 +136,23 @@ def test_a_lonely_rank_is_no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
     command = python_command(probe("collectives"))
     end = capture(command, dict(os.environ), 60.0)
-    (said,) = [json.loads(text) for text in end.stdout.splitlines() if text.startswith("{")]
-    assert (said["probe"], said["ok"], end.exit_code) == ("start", False, 1)
-    assert "got 1, expected 2" in said["detail"]
+    (output,) = [json.loads(text) for text in end.stdout.splitlines() if text.startswith("{")]
+    assert (output["probe"], output["ok"], end.exit_code) == ("start", False, 1)
+    assert "got 1, expected 2" in output["detail"]
 
 
 def test_listens_past_noise() -> None:
     text = json.dumps(line("start", 0))
     talk = [sys.executable, "-c", f"print('[1]'); print('{{'); print({text!r}); exit(3)"]
-    said = listen(python_command(talk), 60.0)
-    assert (said.lines, said.end.exit_code) == ([line("start", 0)], 3)
+    output = listen(python_command(talk), 60.0)
+    assert (output.lines, output.end.exit_code) == ([line("start", 0)], 3)
 
 
 def test_survival_that_fails_is_tried_again(tmp_path: Path) -> None:
     lines = [[line("survive", 0), line("survive", 2, ok=False, detail="no end of it")]]
     lines.append([line("survive", rank) for rank in (0, 2)])
-    for number, said in enumerate(lines):
-        (tmp_path / str(number)).write_text("\n".join(map(json.dumps, said)))
+    for number, output in enumerate(lines):
+        (tmp_path / str(number)).write_text("\n".join(map(json.dumps, output)))
     code = "import os; f = sorted(os.listdir())[0]; print(open(f).read()); os.remove(f)"
     command = python_command(["sh", "-c", f"cd {tmp_path} && {sys.executable} -c '{code}'"])
     check = survival_check(command, 60.0)
@@ -162,7 +162,7 @@ def test_survival_that_fails_is_tried_again(tmp_path: Path) -> None:
     (tmp_path / "0").write_text(json.dumps(line("survive", 0)))
     check = survival_check(command, 60.0)
     assert check.status == "fail"
-    assert "no word from rank 0, 2 (exit 1)" in check.detail
+    assert "no output from rank 0, 2 (exit 1)" in check.detail
 
 
 def test_a_probe_that_hangs_says_in_what() -> None:
@@ -171,10 +171,10 @@ def test_a_probe_that_hangs_says_in_what() -> None:
         "watch = probe._Watch(probe._Report(2), 'survive'); watch.stage = 'shrinking'\n"
         "time.sleep(600)"
     )
-    said = listen(python_command([sys.executable, "-c", code]), 60.0)
-    assert said.end.exit_code == 1
-    assert said.lines[0]["detail"] == "no end of the shrinking after 0.2 s"
-    assert not said.lines[0]["ok"]
+    output = listen(python_command([sys.executable, "-c", code]), 60.0)
+    assert output.end.exit_code == 1
+    assert output.lines[0]["detail"] == "no end of the shrinking after 0.2 s"
+    assert not output.lines[0]["ok"]
 
 
 def test_what_runs_out_of_time_is_killed() -> None:
@@ -306,10 +306,10 @@ def test_srun_is_tried_in_a_job_only(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_srun_gets_the_users_master_and_failures_name_rank_and_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = '{"probe": "start", "rank": 0, "host": "n1", "ok": true, "detail": "gloo"}'
+    output = '{"probe": "start", "rank": 0, "host": "n1", "ok": true, "detail": "gloo"}'
     bad = '{"probe": "start", "rank": 1, "host": "n2", "ok": false, "detail": "at $MASTER_ADDR"}'
     bad = bad.replace('"', '\\"')
-    tool(tmp_path, "srun", f"echo '{said}'; echo \"{bad}\"")
+    tool(tmp_path, "srun", f"echo '{output}'; echo \"{bad}\"")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     found = list(srun_checks(2, 30, {"SLURM_JOB_ID": "5", "MASTER_ADDR": "10.1.2.3"}))
     assert found[0].name == "srun start"

@@ -500,15 +500,15 @@ def test_a_config_made_in_python_is_checked_likewise(values: dict[str, Any], mes
 
 
 @pytest.mark.parametrize(
-    ("keys", "told"),
+    ("keys", "message"),
     [
         (["sharding=gradients"], "exchange=hierarchical: sharding=gradients sums each microbatch"),
         (["sharding=parameters"], "set sharding=optimizer, or exchange=auto"),
         (["compression.name=int8"], "exchange=hierarchical: compression.name=int8 has an exchange"),
     ],
 )
-def test_what_has_nothing_to_add_up_inside_hosts_is_refused(keys, told):
-    with pytest.raises(ConfigError, match=told):
+def test_what_has_nothing_to_add_up_inside_hosts_is_refused(keys, message):
+    with pytest.raises(ConfigError, match=message):
         override(TrainConfig(), ["exchange=hierarchical", *keys])
     assert override(TrainConfig(), ["exchange=auto", *keys]).exchange == "auto"
 

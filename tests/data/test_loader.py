@@ -110,9 +110,9 @@ def as_bytes(value: Any) -> Any:
 
 
 def indices_in_order() -> list[list[int]]:
-    dealt = sampler()
+    whole = sampler()
     return [
-        dealt.indices(step, m).tolist() for step in range(STEPS) for m in range(NUM_MICROBATCHES)
+        whole.indices(step, m).tolist() for step in range(STEPS) for m in range(NUM_MICROBATCHES)
     ]
 
 
@@ -469,7 +469,7 @@ time.sleep(60)
 
 
 class Epochal(Plain):
-    """Says which epoch it was told."""
+    """Returns the epoch that it was given."""
 
     def set_epoch(self, epoch: int) -> None:
         self.make = lambda i: (i, epoch)

@@ -96,7 +96,7 @@ def test_any_order_of_access_gives_the_same_samples(
         assert ElasticSampler(*shape, seed=seed).indices(*key).tolist() == in_order[key]
 
 
-def test_samples_already_handed_out_stay_as_they_are_in_later_epochs() -> None:
+def test_samples_of_earlier_microbatches_stay_valid_in_later_epochs() -> None:
     sampler = ElasticSampler(50, 10, 2, seed=0)
     held = sampler.indices(0, 0)
     before = held.tolist()

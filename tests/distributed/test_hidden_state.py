@@ -21,7 +21,7 @@ def train(lockstep):
 @pytest.mark.parametrize("keys", [(), ("mesh.pp=2",), ("sharding=optimizer",)])
 def test_state_that_begins_late_is_refused_on_all_ranks(train, keys):
     ended = train("Late", 2, *keys)
-    refused(ended, "came out otherwise when it was done again", "scratch = ('task.")
+    refused(ended, "gave another result when it was repeated", "scratch = ('task.")
 
 
 def test_what_becomes_different_on_one_rank_is_refused_before_it_is_saved(train, tmp_path):

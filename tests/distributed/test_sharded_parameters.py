@@ -155,10 +155,10 @@ def test_hooks_run_beside_parameters_in_slices(train_on, reference, tmp_path):
         pytest.param(
             "Penalised",
             PARAMETERS,
-            "Task.loss: loss comes out otherwise when the parameters",
+            "Task.loss: loss differs when the parameters",
             marks=pytest.mark.slow,
         ),
-        ("Measured", PARAMETERS, "Task.loss: norm comes out otherwise when the parameters"),
+        ("Measured", PARAMETERS, "Task.loss: norm differs when the parameters"),
         pytest.param(
             "Cached",
             PARAMETERS,
@@ -168,7 +168,7 @@ def test_hooks_run_beside_parameters_in_slices(train_on, reference, tmp_path):
         pytest.param(
             "Graded",
             PARAMETERS,
-            "comes out otherwise when the parameters of each block",
+            "differs when the parameters of each block",
             marks=pytest.mark.slow,
         ),
         pytest.param(

@@ -24,7 +24,7 @@ from lockstep.engine.flight import (
     waiting,
     waits,
 )
-from lockstep.engine.recovery.positions import Held, Origin
+from lockstep.engine.recovery.positions import Origin, Owned
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.run.reporter import Reporter
 from lockstep.errors import DataError
@@ -73,7 +73,7 @@ def test_a_rank_that_hangs_in_a_call_or_before_its_first() -> None:
     assert waiting({1: HUNG[1]}, {1}) == ""
 
 
-def test_ranks_in_other_calls_are_told_apart_and_other_groups_left_out() -> None:
+def test_ranks_in_different_calls_are_listed_by_call_without_other_groups() -> None:
     logs = {**HUNG, 0: log(0, [GATHER] * 4, ("receive", 8, 2)), 7: log(0, [], GATHER, size=8)}
     assert waiting(logs, {1}) == (
         "rank 0 waited for it in message 1 from rank 2, rank 2 waited for it in call 5 (all_gather)"
@@ -126,7 +126,7 @@ def test_what_ranks_do_about_a_loss_is_no_difference() -> None:
     assert difference(logs) == "call 5 is all_gather of 24 bytes on rank 0, barrier on rank 2"
 
 
-def test_a_message_in_a_subgroup_of_unknown_ranks_is_told_by_its_place() -> None:
+def test_a_message_in_a_subgroup_of_unknown_ranks_is_named_by_its_place() -> None:
     sent = Call("send", 1, 3, 8, 0, 1, 1, 0, False)
     assert waits({2: CallLog(2, 4, 11, [None], [sent])}) == [
         ([2], "message 3 to place 1 of a subgroup")
@@ -194,7 +194,7 @@ def test_files_of_a_loss_are_read_by_rank_0_alone_and_only_if_one_has_hung(
     )
     reporter = Reporter("task", TrainConfig(), runtime, parts, directory)
     reporter._slots = [0, 1, 2]
-    origin = Origin([0, 2], [Held(), Held()], [{"slot": 0}, {"slot": 2}], {})
+    origin = Origin([0, 2], [Owned(), Owned()], [{"slot": 0}, {"slot": 2}], {})
     reporter.regroup(Progress(step=11), origin, False, 1.0, 11)
     (lost,) = [event for event in events if isinstance(event, RankLost)]
     assert (lost.slot, lost.reason, lost.reached) == (1, reason, said)

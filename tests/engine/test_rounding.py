@@ -24,7 +24,7 @@ def test_a_machine_rounds_alike_each_time_and_no_random_number_is_drawn(precisio
     assert global_state() == before
 
 
-def test_precisions_are_told_apart() -> None:
+def test_precisions_have_different_digests() -> None:
     assert len({rounding_of(precision, CPU).digest for precision in ("fp32", "bf16", "fp16")}) == 3
 
 

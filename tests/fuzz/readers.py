@@ -24,23 +24,16 @@ from lockstep.engine.faults import FAULTS, PlannedFault, injector, to_env
 from lockstep.launching.front import SESSION, Session
 from lockstep.launching.rank.environment import detect
 from lockstep.launching.targets import trusted_target
-from lockstep.observe import (
-    EventsJsonl,
-    Measured,
-    MetricsCsv,
-    Predicted,
-    StepCost,
-    cost_of,
-    event_from_row,
-    read_events,
-    read_result,
-)
+from lockstep.observe import Measured, Predicted, StepCost, event_from_row, read_events, read_result
 from lockstep.observe.reading.diagnosis.facts import calls_of
 from lockstep.observe.reading.diagnosis.verdict import causes, diagnosis_lines
 from lockstep.observe.reading.differences import cost_of_run, part_of_curves
 from lockstep.observe.reading.follow import read_run
 from lockstep.observe.reading.listing import summarise
 from lockstep.observe.step_costs import peak_memory, step_time
+from lockstep.observe.storing.jsonl import EventsJsonl
+from lockstep.observe.storing.metrics_csv import MetricsCsv
+from lockstep.observe.storing.result import cost_of
 from lockstep.observe.storing.rows import dumps, row_of
 from lockstep.quantum import from_qasm
 from lockstep.systems.cifar.task import read_cifar

@@ -296,18 +296,18 @@ seen = 0
 
 
 @pytest.mark.parametrize(
-    ("call", "code", "told"),
+    ("call", "code", "message"),
     [
         ("main()", 2, "error: launch: this process is already a rank; in a script, call it below"),
         ("if __name__ == '__main__': main()", 0, "completed"),
     ],
 )
-def test_a_script(tmp_path: Path, call: str, code: int, told: str) -> None:
+def test_a_script(tmp_path: Path, call: str, code: int, message: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(loss="pass", call=call))
     done = run([sys.executable, script], tmp_path, PYTHONPATH=ROOT)
     assert done.returncode == code
-    assert told in done.stdout + done.stderr
+    assert message in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     if code:
         assert not (tmp_path / "run").exists()

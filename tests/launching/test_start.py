@@ -75,8 +75,8 @@ def test_their_exit_code_is_enough(tmp_path: Path) -> None:
 
 
 def test_survivors_that_are_too_few_to_start_are_started_again(tmp_path: Path) -> None:
-    told = "sys.stderr.write('error: a rank was lost while ranks started\\n'); sys.exit(75)"
-    ended = started(tmp_path, told, restarts=1)
+    code = "sys.stderr.write('error: a rank was lost while ranks started\\n'); sys.exit(75)"
+    ended = started(tmp_path, code, restarts=1)
     assert (ended.exit_code, bool(ended.again)) == (75, True)
     assert num_starts(tmp_path) == 2
 
@@ -112,9 +112,9 @@ def test_ranks_over_mpi_of_which_one_was_killed_before_all_had_met(
     assert len((tmp_path / "starts").read_text()) == starts
 
 
-@pytest.mark.parametrize("told", [COMPLETED, RESULT, RESULT + COMPLETED])
-def test_a_deleted_log_harms_nobody(tmp_path: Path, told: str) -> None:
-    assert started(tmp_path, "os.unlink(run_dir + '/ranks.log')\n" + told) == Ended(0)
+@pytest.mark.parametrize("events", [COMPLETED, RESULT, RESULT + COMPLETED])
+def test_a_deleted_log_harms_nobody(tmp_path: Path, events: str) -> None:
+    assert started(tmp_path, "os.unlink(run_dir + '/ranks.log')\n" + events) == Ended(0)
 
 
 def test_deleted_events_harm_nobody(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_ranks_over_mpi_that_were_all_killed_while_they_started_are_started_agai
 
 
 @pytest.mark.parametrize("name", ["run-rescued", "run-rescued-2"])
-def test_why_a_run_has_ended_is_also_told_by_the_directory_that_it_was_rescued_in(
+def test_the_directory_that_a_run_was_rescued_in_also_shows_why_it_has_ended(
     tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "run-rescued").mkdir()  # that of an earlier loss, or its own

@@ -45,7 +45,7 @@ def gradients_of(stages: list[Pipeline]) -> list[dict[str, Tensor]]:
             with model.open():
                 outputs.append((model(TOKENS_IN).square().sum(),))
         except StageDone as done:
-            done.pass_on()
+            done.send()
             outputs.append(done.outputs)
     for model, computed in reversed(list(zip(stages, outputs, strict=True))):
         axis = model.axis
@@ -53,11 +53,11 @@ def gradients_of(stages: list[Pipeline]) -> list[dict[str, Tensor]]:
         if axis.is_last:
             computed[0].backward()
         else:
-            gradients = axis.take_back()
+            gradients = axis.receive_gradients()
             pairs = [(o, g) for o, g in zip(computed, gradients, strict=True) if g is not None]
             torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         if not axis.is_first:
-            axis.give_back([t.grad for t in model.inputs])
+            axis.send_gradients([t.grad for t in model.inputs])
     for model in reversed(stages):
         model.ties.collect(model.axis)
     return [
@@ -237,7 +237,7 @@ def test_a_block_may_begin_in_place() -> None:
         model.axis = DepthAxis(ranges, ThreadTransport(meeting, rank))
     with first.open(), pytest.raises(StageDone) as done:
         first(x)
-    done.value.pass_on()
+    done.value.send()
     with second.open():
         second(x).sum().backward()
     for name, wanted in plain.named_parameters():

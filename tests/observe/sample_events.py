@@ -17,7 +17,7 @@ from lockstep.engine.events import (
     RunStarted,
     StepDone,
 )
-from lockstep.observe import Sink
+from lockstep.observe.sink import Sink
 
 
 def run_started(**fields: Any) -> RunStarted:

@@ -18,7 +18,7 @@ from rich.console import Console
 from sample_events import joined
 
 from lockstep.engine.events import Event
-from lockstep.observe import ConsoleView
+from lockstep.observe.showing.console import ConsoleView
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 

@@ -30,7 +30,8 @@ from lockstep.engine.events import (
     Resumed,
     Warned,
 )
-from lockstep.observe import ConsoleView, Measured, Predicted, QuietView, Sinks, StepCost, text
+from lockstep.observe import Measured, Predicted, Sinks, StepCost, text
+from lockstep.observe.showing.console import ConsoleView, QuietView
 from lockstep.observe.showing.terminal import stdout_console
 
 
@@ -376,7 +377,7 @@ def test_force_color_does_not_put_a_bar_into_a_log_file(monkeypatch: pytest.Monk
 SCRIPT = textwrap.dedent(
     """
     import os, time
-    from lockstep.observe import ConsoleView
+    from lockstep.observe.showing.console import ConsoleView
     from sample_events import *
 
     def show(name, pause_s, **environ):

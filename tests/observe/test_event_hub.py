@@ -9,7 +9,9 @@ import pytest
 from sample_events import evaluated, finished, joined, run_started, step_done
 
 from lockstep.engine.events import RankLost, Warned
-from lockstep.observe import EventHub, EventsJsonl, MetricsCsv, Sinks, read_events
+from lockstep.observe import EventHub, Sinks, read_events
+from lockstep.observe.storing.jsonl import EventsJsonl
+from lockstep.observe.storing.metrics_csv import MetricsCsv
 
 
 def desk(folder: Path) -> EventHub:

@@ -26,16 +26,11 @@ from sample_events import (
 from lockstep.engine.events import Event, Logged, Warned
 from lockstep.engine.log import Logbook, log
 from lockstep.errors import RunDirectoryError
-from lockstep.observe import (
-    EventHub,
-    EventsJsonl,
-    MetricsCsv,
-    Pictures,
-    Sinks,
-    TensorBoard,
-    event_from_row,
-    read_events,
-)
+from lockstep.observe import EventHub, Sinks, event_from_row, read_events
+from lockstep.observe.storing.files import Pictures
+from lockstep.observe.storing.jsonl import EventsJsonl
+from lockstep.observe.storing.metrics_csv import MetricsCsv
+from lockstep.observe.storing.tensorboard import TensorBoard
 
 
 def events_of(step: int, **values: Any) -> list[Event]:
@@ -143,7 +138,7 @@ def test_rows_are_events_again_without_their_pictures(tmp_path: Path) -> None:
 
 def test_a_row_with_the_content_of_a_picture_is_refused() -> None:
     row = {"event": "Logged", "step": 1, "name": "x", "kind": "image", "png": "no bytes"}
-    with pytest.raises(RunDirectoryError, match="is not a bytes"):
+    with pytest.raises(RunDirectoryError, match="png: a row must not hold a picture"):
         event_from_row(row)
 
 

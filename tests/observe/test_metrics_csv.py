@@ -12,8 +12,7 @@ from sample_events import checkpointed, evaluated, full_disk, rank_times, run_st
 
 from lockstep.engine.events import Evaluated, Event
 from lockstep.errors import RunDirectoryError
-from lockstep.observe import MetricsCsv
-from lockstep.observe.storing.metrics_csv import COLUMNS
+from lockstep.observe.storing.metrics_csv import COLUMNS, MetricsCsv
 
 
 def write(path: Path, events: list[Event], resumed_step: int = 0) -> None:

@@ -10,7 +10,8 @@ from shown_runs import Pty, screen
 
 PROGRAM = """
 import os, signal, sys, time
-from lockstep.observe import ConsoleView, Sinks
+from lockstep.observe.showing.console import ConsoleView
+from lockstep.observe import Sinks
 from sample_events import *
 
 def steps(first, last, pause_s=0.0):

@@ -11,7 +11,8 @@ from sample_events import Recorder, finished, full_disk, run_started, step_done
 
 from lockstep.engine.events import Failed, Warned
 from lockstep.errors import RunDirectoryError
-from lockstep.observe import Measured, ResultJson, Sinks, StepCost, cost_of, read_result
+from lockstep.observe import Measured, Sinks, StepCost, read_result
+from lockstep.observe.storing.result import ResultJson, cost_of
 
 
 def test_a_finished_run(tmp_path: Path) -> None:

@@ -19,8 +19,11 @@ from sample_events import (
 from lockstep.config.files import replacing
 from lockstep.engine.events import Event, Warned
 from lockstep.errors import RunDirectoryError
-from lockstep.observe import EventsJsonl, MetricsCsv, Sink, Sinks, open_sinks, read_events
+from lockstep.observe import Sinks, open_sinks, read_events
+from lockstep.observe.sink import Sink
 from lockstep.observe.storing.files import AppendFile
+from lockstep.observe.storing.jsonl import EventsJsonl
+from lockstep.observe.storing.metrics_csv import MetricsCsv
 
 
 class Failing(Sink):

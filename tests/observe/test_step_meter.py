@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from sample_events import Recorder, evaluated, finished, joined, run_started, step_done
 
 from lockstep.engine.events import Event, Failed, RankTimes, Recovered
-from lockstep.observe import EventHub, Measured, Predicted, Sinks, StepCost, StepMeter, text
-from lockstep.observe.step_costs import SampledMedian, each_step, peak_memory, step_time
+from lockstep.observe import EventHub, Measured, Predicted, Sinks, StepCost, text
+from lockstep.observe.step_costs import SampledMedian, StepMeter, each_step, peak_memory, step_time
 
 START = [joined(0), joined(1), run_started(world_size=2)]
 PLAN = Predicted(step=0, by="plan.json", cost=StepCost(0.25, 1000))

@@ -10,7 +10,8 @@ from sample_events import Recorder, evaluated, finished, full_disk, run_started,
 
 from lockstep.engine.events import Warned
 from lockstep.errors import ConfigError, RunDirectoryError
-from lockstep.observe import Sinks, TensorBoard, open_sinks
+from lockstep.observe import Sinks, open_sinks
+from lockstep.observe.storing.tensorboard import TensorBoard
 
 
 def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:

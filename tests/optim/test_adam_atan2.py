@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.slices import slices_of
 from torch import Tensor, nn
 
 from lockstep.config import TrainConfig
-from lockstep.engine.flat_tensors import FlatTensors, slices_of
+from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.optimizer.choice import check_optimizer, is_elementwise
 from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer
 from lockstep.errors import ConfigError

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.slices import slices_of
 from torch import Tensor, nn
 
 from lockstep.config import TrainConfig
-from lockstep.engine.flat_tensors import FlatTensors, slices_of
+from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.optimizer.choice import check_optimizer
 from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer
 from lockstep.optim.gradient_based import LBFGS, NaturalGradient

@@ -39,36 +39,36 @@ def test_stages_are_as_balanced_as_can_be(costs: list[float], num_stages: int) -
 @settings(deadline=None)
 @given(st.integers(0, 5), st.integers(0, 25), st.integers(1, 6), st.integers(1, 5))
 def test_stages_never_wait_for_one_another_in_a_circle(
-    first: int, count: int, num_places: int, interleave: int
+    first: int, count: int, num_ranks: int, interleave: int
 ) -> None:
     microbatches = Range(first, first + count)
-    orders = _orders(microbatches, num_places, interleave)
+    orders = _orders(microbatches, num_ranks, interleave)
     for place, order in enumerate(orders):
-        for stage in range(place, num_places * interleave, num_places):
+        for stage in range(place, num_ranks * interleave, num_ranks):
             for kind in ("forward", "backward"):
                 there = [p.microbatch for p in order if (p.kind, p.stage) == (kind, stage)]
                 assert there == list(range(*microbatches))
         open_passes = itertools.accumulate(1 if p.kind == "forward" else -1 for p in order)
         if interleave == 1:
-            assert max(open_passes, default=0) <= num_places - place
-    _played(orders, num_places * interleave)
+            assert max(open_passes, default=0) <= num_ranks - place
+    _played(orders, num_ranks * interleave)
 
 
 @pytest.mark.parametrize(
-    ("count", "num_places", "interleave"), [(8, 2, 1), (8, 2, 2), (7, 2, 3), (9, 4, 2), (13, 3, 4)]
+    ("count", "num_ranks", "interleave"), [(8, 2, 1), (8, 2, 2), (7, 2, 3), (9, 4, 2), (13, 3, 4)]
 )
-def test_how_long_stages_are_idle(count: int, num_places: int, interleave: int) -> None:
+def test_how_long_stages_are_idle(count: int, num_ranks: int, interleave: int) -> None:
     """Narayanan et al. 2021, section 2.2.2: the pipeline's flush divided by the stages of each."""
-    orders = _orders(Range(0, count), num_places, interleave)
-    took = _played(orders, num_places * interleave)
+    orders = _orders(Range(0, count), num_ranks, interleave)
+    took = _played(orders, num_ranks * interleave)
     computing = 3 * count * interleave
-    assert took == computing + 3 * (num_places - 1)
+    assert took == computing + 3 * (num_ranks - 1)
 
 
-def _orders(microbatches: Range, num_places: int, interleave: int) -> list[list[Pass]]:
+def _orders(microbatches: Range, num_ranks: int, interleave: int) -> list[list[Pass]]:
     return [
-        list(one_forward_one_backward(microbatches, place, num_places, interleave))
-        for place in range(num_places)
+        list(one_forward_one_backward(microbatches, place, num_ranks, interleave))
+        for place in range(num_ranks)
     ]
 
 
@@ -118,16 +118,16 @@ def test_tensors_arrive_as_they_are() -> None:
     def body(transport: ThreadTransport) -> list[Tensor]:
         axis = DepthAxis([Range(0, 1), Range(1, 3)], transport)
         if axis.is_first:
-            axis.pass_on([*TENSORS, trained])
+            axis.send_outputs([*TENSORS, trained])
             axis.send([], 1, TIED)
             axis.send([None], 1, TIED)
             axis.finish()
             return []
         assert axis.receive(0, TIED) == []  # what comes before it waits
         assert axis.receive(0, TIED) == [None]
-        received = axis.take_over()
+        received = axis.receive_inputs()
         assert (axis.stage, axis.is_last, axis.own) == (1, True, Range(1, 3))
-        assert axis.place_of(0) == 0
+        assert axis.rank_of(0) == 0
         return received
 
     *plain, last = on_ranks(2, body)[1]
@@ -147,16 +147,16 @@ def test_a_rank_has_every_so_manieth_stage() -> None:
     def body(transport: ThreadTransport) -> list[float]:
         axis = DepthAxis(stages, transport)
         assert list(axis.own_stages) == [transport.rank, transport.rank + 2]
-        assert [axis.place_of(block) for block in range(4)] == [0, 1, 0, 1]
+        assert [axis.rank_of(block) for block in range(4)] == [0, 1, 0, 1]
         passed = []
         for stage in axis.own_stages:
             axis.enter(stage)
             tensor = torch.zeros(1)
             if not axis.is_first:
-                [tensor] = axis.take_over()
+                [tensor] = axis.receive_inputs()
             passed.append(tensor.item())
             if not axis.is_last:
-                axis.pass_on([tensor + 1])
+                axis.send_outputs([tensor + 1])
         axis.finish()
         return passed
 
@@ -187,7 +187,7 @@ class Breaking(LocalTransport):
 def test_what_is_still_under_way_keeps_its_memory() -> None:
     transport = Breaking()
     axis = DepthAxis([Range(0, 1), Range(1, 2)], transport)
-    axis.pass_on([torch.ones(2), torch.ones(3)])
+    axis.send_outputs([torch.ones(2), torch.ones(3)])
     with pytest.raises(GroupBroken):
         axis.finish()
     assert len(transport.messages) == 4

@@ -17,8 +17,7 @@ from tests.thread_transport import ThreadTransport, on_ranks
 from lockstep.parallel import reduction
 from lockstep.parallel.exchange import Exchange, add_up
 from lockstep.parallel.fold import BLOCK, Row, parts_of
-from lockstep.parallel.hosts import layout as choice
-from lockstep.parallel.hosts import layout as group
+from lockstep.parallel.hosts import layout as hosts_layout
 from lockstep.parallel.hosts.exchange import gather_slices_by_host
 from lockstep.parallel.hosts.layout import (
     Hosts,
@@ -47,7 +46,7 @@ def ranges_of(counts: Sequence[int]) -> list[Range]:
 def invent(monkeypatch: pytest.MonkeyPatch, counts: Sequence[int]) -> None:
     """Have ranks believe that so many of them each are on hosts of their own."""
     names = [f"h{host}" for host, count in enumerate(counts) for _ in range(count)]
-    monkeypatch.setattr(group, "hosts_of", lambda transport: names)
+    monkeypatch.setattr(hosts_layout, "hosts_of", lambda transport: names)
 
 
 def reduced(
@@ -227,7 +226,7 @@ def test_slices_come_together_by_hosts(monkeypatch: pytest.MonkeyPatch, counts: 
 def test_columns_have_hosts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two columns whose ranks alternate, the second one has a host of one rank."""
     names = ["a", "a", "a", "a", "b", "b", "b", "c"]
-    monkeypatch.setattr(group, "hosts_of", lambda transport: names)
+    monkeypatch.setattr(hosts_layout, "hosts_of", lambda transport: names)
 
     def body(transport: ThreadTransport) -> Any:
         hosts = meet_hosts(transport, [range(0, 8, 2), range(1, 8, 2)])
@@ -246,7 +245,7 @@ def test_one_host_and_one_rank_need_no_meeting(monkeypatch: pytest.MonkeyPatch) 
         return meet_hosts(transport, [range(transport.size)])
 
     assert on_ranks(3, body) == [""] * 3  # as they are: threads of this machine
-    monkeypatch.setattr(group, "hosts_of", lambda transport: pytest.fail("asked"))
+    monkeypatch.setattr(hosts_layout, "hosts_of", lambda transport: pytest.fail("asked"))
     assert on_ranks(1, body) == [""]
 
 
@@ -267,7 +266,9 @@ class Timed(Exchange):
 def test_the_quicker_way_is_taken_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though it is the slower one on some ranks, and in its first run."""
     clocks = {f"rank {rank}": [0.0] for rank in range(3)}
-    monkeypatch.setattr(choice, "perf_counter", lambda: clocks[threading.current_thread().name][0])
+    monkeypatch.setattr(
+        hosts_layout, "perf_counter", lambda: clocks[threading.current_thread().name][0]
+    )
 
     def body(transport: ThreadTransport) -> tuple[list[int], str, dict[str, float]]:
         threading.current_thread().name = f"rank {transport.rank}"

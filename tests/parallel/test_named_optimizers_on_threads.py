@@ -126,7 +126,7 @@ def trained(
         train_step, first = parts.train_step, 0
         if start is not None:
             given = start if transport.rank == 0 else None
-            first = restore(given, train_step, parts.model, transport).step
+            first = restore(given, train_step, transport)["progress"]["step"]
         mesh = parts.placement.mesh
         own = mesh.of_ranks(mesh.of_each_replica)[transport.rank]
         batches = parts.loader.stream(own, first, last)
@@ -135,7 +135,7 @@ def trained(
             train_step.flat_optimizer.check_state()
         state = whole_state(train_step)
         with train_step.parameters.whole():
-            make = capture(train_step, parts.model, Progress(step=last), {}, state)
+            make = capture(train_step, Progress(step=last), {}, state)
             return model_digest(parts.model), make()
 
     found = on_ranks(size, body)

@@ -107,12 +107,12 @@ def trained(
     parts = assemble(Classify(), config(sharded), runtime)
     if first:
         snapshot = start if transport.rank == 0 else None
-        assert restore(snapshot, parts.train_step, parts.model, transport).step == first
+        assert restore(snapshot, parts.train_step, transport)["progress"]["step"] == first
     batches = parts.loader.stream(parts.train_step.workspace.microbatches, first, last)
     for step in range(first, last):
         parts.train_step.run(step, 0, batches)
     state = whole_state(parts.train_step)
-    make = capture(parts.train_step, parts.model, Progress(step=last), {}, state)
+    make = capture(parts.train_step, Progress(step=last), {}, state)
     return model_digest(parts.model), make() if runtime.is_first else None
 
 
@@ -248,7 +248,7 @@ def test_a_snapshot_is_not_changed_by_later_steps() -> None:
         parts = assemble(Classify(), runtime_config, runtime)
         batches = parts.loader.stream(parts.train_step.workspace.microbatches, 0, 4)
         parts.train_step.run(0, 0, batches)
-        arguments = (parts.train_step, parts.model, Progress(step=1), {})
+        arguments = (parts.train_step, Progress(step=1), {})
         now = capture(*arguments, whole_state(parts.train_step))
         later = capture(*arguments, whole_state(parts.train_step))
         before = now()

@@ -1,4 +1,4 @@
-"""What subcommands share: options, how they end, waiting, and groups that systems add."""
+"""What subcommands share: options, exit codes, spinners, and the subcommands that systems add."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def contributed_command(group: CommandGroup) -> type[TyperCommand]:
 
 
 def contributed(group: CommandGroup) -> typer.Typer:
-    """A group whose module is imported when one of its subcommands is asked for."""
+    """A group whose module is imported when one of its subcommands is used."""
 
     class Contributed(TyperGroup):
         @cached_property

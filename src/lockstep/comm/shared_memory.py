@@ -78,7 +78,7 @@ def allocate(num_bytes: int) -> SharedMemory | str:
     try:
         return SharedMemory(num_bytes)
     except OSError as error:
-        return _told(error)
+        return _reason(error)
 
 
 def hosts_of(transport: Transport) -> list[str]:
@@ -117,7 +117,7 @@ def map_all(transport: Transport, own: SharedMemory | str) -> list[Tensor] | str
         try:
             memories = [_opened(o) for rank, o in enumerate(offers) if rank != transport.rank]
         except OSError as error:
-            problem = _told(error)
+            problem = _reason(error)
         # Also what an owner waits for before it closes its descriptor.
         refusal = _first(transport.gather_json(problem))
     if isinstance(own, SharedMemory):
@@ -130,7 +130,7 @@ def _offered(own: SharedMemory | str) -> dict[str, Any] | str:
     try:
         return own if isinstance(own, str) else own.offer()
     except OSError as error:
-        return _told(error)
+        return _reason(error)
 
 
 def _opened(offer: dict[str, Any]) -> Tensor:
@@ -169,6 +169,6 @@ def _apart(offers: list[dict[str, Any]]) -> str:
     return f"the ranks are on {num_hosts} hosts" if num_hosts > 1 else ""
 
 
-def _told(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     where = f"{error.filename}: " if error.filename else ""
     return where + (error.strerror or str(error))

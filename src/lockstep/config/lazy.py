@@ -36,7 +36,7 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
         }
 
     def find(name: str) -> Any:
-        # Python asks for names such as __path__ too, of which the source need not be read.
+        # Python also looks up names such as __path__ here: no reason to read the source.
         home = None if name.startswith("__") else homes().get(name)
         if home is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")

@@ -39,7 +39,7 @@ def is_stream(dataset: object) -> bool:
 
 
 def stream_length(dataset: Any, split: str) -> int | None:
-    """The number of samples in one pass, if the stream tells.
+    """The number of samples in one pass, if the stream knows it.
 
     Raises:
         DataError: it cannot be read several times, or makes batches itself.

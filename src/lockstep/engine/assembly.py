@@ -1,10 +1,10 @@
-"""From a task and a config to everything a training step needs, the same on every rank."""
+"""Building everything that training needs from a task and a config, the same on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,7 +16,12 @@ from lockstep.data.sampler import BatchLayout
 from lockstep.engine.audit.constants import Constants
 from lockstep.engine.audit.pass_state import PassState
 from lockstep.engine.digests import Rounding, model_digest, rounding_of
-from lockstep.engine.evaluation.batches import evaluated_splits, is_validation, judged
+from lockstep.engine.evaluation.batches import (
+    evaluated_splits,
+    evaluation_batches,
+    is_validation,
+    judged,
+)
 from lockstep.engine.evaluation.evaluation import Evaluation
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.hook import Hook
@@ -42,17 +47,19 @@ from lockstep.nn.cutting import keep, shards_of, units_of
 from lockstep.nn.pipeline import Pipeline
 from lockstep.parallel.compression.sums import first_agreed
 
+T = TypeVar("T")
+
 
 @dataclass
 class Parts:
-    """What `assemble` makes.
+    """The parts of a run.
 
     Attributes:
         model: model in training mode, with its trainable parameters in flat memory.
         task_state: the task and its hooks.
         total_steps: number of optimizer steps of the whole run.
         evaluations: evaluations by split, of those in `Task.splits` that the task has.
-        pass_state: what passes find and leave in task, hooks, datasets and model.
+        pass_state: state that passes may leave in task, hooks, datasets and model.
         rounding: how this machine rounds.
         facts: values that must be equal on all processes of a run, by a name for people.
     """
@@ -76,12 +83,12 @@ class Parts:
 
     @property
     def data_digest(self) -> str:
-        """Tells datasets apart, by their first microbatch."""
+        """A digest of the dataset's first microbatch."""
         return str(self.facts["first microbatch"])
 
     @property
     def task_digest(self) -> str | None:
-        """Tells them apart as `Task.data_digest` does."""
+        """The digest of all data that `Task.data_digest` gives, if any."""
         digest: str | None = self.facts["data"]
         return digest
 
@@ -93,20 +100,23 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         LockstepError: the task or the config does not work, or ranks do not agree; on all ranks.
     """
     transport = runtime.transport
-    task_state = everywhere(transport, lambda: TaskState(task, checked_hooks(task)))
+
+    def on_all(action: Callable[[], T]) -> T:
+        return everywhere(transport, action)
+
+    task_state = on_all(lambda: TaskState(task, checked_hooks(task)))
     if config.mesh.tp * config.mesh.pp > 1 or config.shards_parameters:
-        everywhere(transport, lambda: _check_whole_model(task_state, config))
+        on_all(lambda: _check_whole_model(task_state, config))
     if has_carry(task):
-        everywhere(transport, lambda: _check_carry_fits(task, config))
-    model, compute, optimizer = everywhere(transport, lambda: built(task, config, runtime.device))
+        on_all(lambda: _check_carry_fits(task, config))
+    model, compute, optimizer = on_all(lambda: built(task, config, runtime.device))
     sizes = {"mesh.pp": config.mesh.pp, "mesh.tp": config.mesh.tp}
-    everywhere(transport, lambda: check_tables_fit(compute.lookups.tables, sizes))
+    on_all(lambda: check_tables_fit(compute.lookups.tables, sizes))
     check_start(transport, model)
     start = {"the model's start": model_digest(model)}
     start |= {f"table {n}": table.description for n, table in compute.lookups.tables.items()}
     shards = shards_of(model)
-    flat = everywhere(
-        transport,
+    flat = on_all(
         lambda: FlatTensors(
             trainable_groups(model, optimizer),
             "parameter",
@@ -115,56 +125,51 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
             by_block=config.shards_gradients and isinstance(model, Pipeline),
         ),
     )
-    sampler, loader, order = everywhere(
-        transport, lambda: training_data(task, config, runtime.device)
-    )
+    sampler, loader, order = on_all(lambda: training_data(task, config, runtime.device))
     facts: dict[str, Any] = {"config": config.hash, **start}
     facts |= {"number of samples": sampler.num_samples, "order of samples": order}
-    facts["data"] = everywhere(transport, task.data_digest)
+    facts["data"] = on_all(task.data_digest)
     check_same(transport, facts)
-    splits = everywhere(transport, lambda: evaluations(task, config, runtime.device))
+    splits = on_all(lambda: evaluations(task, config, runtime.device))
     facts["splits"] = list(splits)
     for name, there in splits.items():
         facts[f"number of samples of {name}"] = there.num_samples
     check_same(transport, facts)
-    everywhere(transport, lambda: check_judged(config, splits))
-    trial = everywhere(transport, lambda: Trial(model, flat, compute, loader))
-    tried = everywhere(
-        transport,
+    on_all(lambda: check_judged(config, splits))
+    trial = on_all(lambda: Trial(model, flat, compute, loader))
+    tried = on_all(
         lambda: {n: trial.evaluate(n, e) for n, e in splits.items() if is_validation(n)},
     )
     if tried:
         check_watched(config, judged(tried))
-    everywhere(transport, lambda: _check_movable(model, config, flat, trial, splits, tried))
+    on_all(lambda: _check_movable(model, config, flat, trial, splits, tried))
     facts["first microbatch"] = trial.data_digest
     facts["metrics"] = list(compute.metrics)
     about = config.compression
-    agreed = everywhere(
-        transport,
+    agreed = on_all(
         lambda: first_agreed(
             about.name, about.rank, flat.segments, flat.specs, trial.gradients, runtime.device
         ),
     )
     facts["loss and gradient of the first microbatch"] = trial.digest
     check_same(transport, facts)
-    state = everywhere(transport, lambda: ForwardState(model, trial.changed))
-    if task_state.may_change_model:  # and so any of them
+    state = on_all(lambda: ForwardState(model, trial.changed))
+    if task_state.may_change_model:  # and with it any buffer
         saved = model.state_dict().keys()
         state.unsaved |= {
             n: b for n, b in model.named_buffers(remove_duplicate=False) if n not in saved
         }
     if shards:
-        whole = everywhere(transport, lambda: build_model(task, config, runtime.device))
-        everywhere(
-            transport,
+        whole = on_all(lambda: build_model(task, config, runtime.device))
+        on_all(
             lambda: check_cut_model(whole, model, compute, config, loader, splits, runtime.device),
         )
         del whole
-    stages = everywhere(transport, lambda: stages_of(model, compute, config, loader))
+    stages = on_all(lambda: stages_of(model, compute, config, loader))
     if isinstance(model, Pipeline):
         model.untie()
     placement = Placement(config, runtime, model, stages)
-    if not transport.is_joining:  # who joins has no place yet
+    if not transport.is_joining:  # joining ranks get a place later
         placement.arrange()
     if placement.is_split and not transport.is_joining:
         flat = flat.restricted(placement.own)
@@ -172,8 +177,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     size, can_regroup = placement.data.size, transport.can_regroup
     has_phases = compute.phases.are_several
     inner = compute.local.optimizer if compute.local else None
-    everywhere(
-        transport,
+    on_all(
         lambda: check_memory(config, model, flat, optimizer, size, can_regroup, has_phases, inner),
     )
     constants = Constants(model, trial.changed)
@@ -182,7 +186,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     loader.guard = compute.guard = pass_state.guard
     for evaluation in splits.values():
         evaluation.watch(pass_state.guard)
-    everywhere(transport, task_state.check)
+    on_all(task_state.check)
     facts["phases"] = compute.phases.description()
     facts["hooks"] = [type(hook).__name__ for hook in task_state.hooks]
     total_steps = config.steps or config.epochs * (sampler.steps_per_epoch or 0)
@@ -202,11 +206,11 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         sampler.order_digest,
         agreed,
     )
-    rounding = everywhere(transport, lambda: rounding_of(config.precision.dtype, runtime.device))
+    rounding = on_all(lambda: rounding_of(config.precision.dtype, runtime.device))
     if config.strict:
         facts["how the machine rounds (strict)"] = rounding.digest
     facts |= train_step.flat_optimizer.description
-    facts["learning rates"] = everywhere(transport, train_step.schedule.probe)
+    facts["learning rates"] = on_all(train_step.schedule.probe)
     check_same(transport, facts)
     return Parts(
         model,
@@ -227,7 +231,7 @@ def checked_hooks(task: Task) -> tuple[Hook, ...]:
     """The task's hooks.
 
     Raises:
-        TaskError: one of them is something else, or wants what it cannot have.
+        TaskError: one of them is not a hook, or has settings that exclude each other.
     """
     hooks: object = task.hooks()
     where = f"{type(task).__name__}.hooks"
@@ -247,11 +251,12 @@ def checked_hooks(task: Task) -> tuple[Hook, ...]:
 def evaluations(
     task: Task, config: TrainConfig, device: torch.device, splits: Sequence[str] | None = None
 ) -> dict[str, Evaluation]:
-    """The splits there are, ready to be evaluated: of `splits`, or of all that the task names."""
+    """The evaluations of those of `splits` that the task has; by default of all that it names."""
     names = evaluated_splits(task) if splits is None else splits
     datasets = {name: task.dataset(name) for name in names}
+    size, seed = config.eval_batch_size, config.seed
     return {
-        name: Evaluation(task, name, data, config.eval_batch_size, device, config.seed)
+        name: Evaluation(task, evaluation_batches(task, name, data, size, device, seed))
         for name, data in datasets.items()
         if data is not None
     }
@@ -265,7 +270,7 @@ def _check_movable(
     splits: dict[str, Evaluation],
     tried: dict[str, dict[str, Any]],
 ) -> None:
-    """Refuse what reads parameters where they will be no more.
+    """Refuse code that reads parameters which a rank will not have.
 
     Raises:
         TaskError: naming it.
@@ -279,7 +284,7 @@ def _check_movable(
 
 
 def _check_whole_model(task_state: TaskState, config: TrainConfig) -> None:
-    """Refuse what looks at a model of which each rank has a part only.
+    """Refuse code that reads the whole model if each rank has only a part of it.
 
     Raises:
         ConfigError: naming it.
@@ -301,7 +306,7 @@ def _check_whole_model(task_state: TaskState, config: TrainConfig) -> None:
 
 
 def _check_carry_fits(task: Task, config: TrainConfig) -> None:
-    """Refuse a mesh on which a carry would be needed where it is not.
+    """Refuse a mesh on which other ranks would need the carry than those that compute it.
 
     Raises:
         ConfigError: naming the key.
@@ -314,7 +319,7 @@ def _check_carry_fits(task: Task, config: TrainConfig) -> None:
 
 
 def check_judged(config: TrainConfig, splits: Collection[str]) -> None:
-    """Refuse a config that waits for evaluations that there are none of.
+    """Refuse a config that needs evaluations if the task has no validation split.
 
     Raises:
         ConfigError: naming the key.

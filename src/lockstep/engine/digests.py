@@ -1,8 +1,8 @@
-"""Digests of tensors, and of how this machine rounds.
+"""Digests of tensors, and of the rounding of this machine.
 
-The bits of a run depend on the processor and on the libraries that compute on it: other vector
-instructions, or another maths library, add up in another order. Whether two machines round alike
-cannot be told from their names, but from what their kernels give for the same inputs.
+The bits of a run depend on the processor and the libraries: other vector instructions, or another
+maths library, sum in another order. Whether two machines round alike cannot be told from their
+names, only from the results of their kernels for the same inputs.
 """
 
 from __future__ import annotations
@@ -24,25 +24,13 @@ from torch.nn import functional as F
 
 from lockstep.errors import CheckpointError
 
-
-def tensor_digest(name: str, tensor: Tensor) -> bytes:
-    """SHA-256 of a tensor's name, dtype, shape and bytes."""
-    sha = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-    plain = tensor.detach().cpu().contiguous()
-    sha.update(memory_of(plain))
-    return sha.digest()
-
-
-def checksum(tensor: Tensor) -> int:
-    """CRC-32 of a tensor's bytes: three times faster than SHA-256, and than to copy and compare."""
-    plain = tensor.detach().cpu().contiguous()
-    return zlib.crc32(memory_of(plain))
-
-
-def memory_of(tensor: Tensor) -> Any:
-    """The bytes of a contiguous tensor on the CPU, as a buffer that does not keep it alive."""
-    # Not by way of numpy, after which a tensor cannot give back its memory (`FlatTensors.close`).
-    return (ctypes.c_ubyte * (tensor.numel() * tensor.itemsize)).from_address(tensor.data_ptr())
+_VARIABLES = (
+    "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS", "OPENBLAS_CORETYPE", "CUBLAS_WORKSPACE_CONFIG",
+)  # fmt: skip
+"""Environment variables that decide which kernels are used."""
+_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NUM_DIGITS = 16
 
 
 def model_digest(model: nn.Module, more: Mapping[str, Tensor] | None = None) -> str:
@@ -55,18 +43,29 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     return combined_digest({name: tensor_digest(name, t) for name, t in tensors.items()})
 
 
+def tensor_digest(name: str, tensor: Tensor) -> bytes:
+    """SHA-256 of a tensor's name, dtype, shape and bytes."""
+    sha = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+    plain = tensor.detach().cpu().contiguous()
+    sha.update(memory_of(plain))
+    return sha.digest()
+
+
 def combined_digest(digests: Mapping[str, bytes]) -> str:
-    """`tensors_digest` of tensors, by their `tensor_digest` under each name."""
+    """`tensors_digest` of tensors, from their `tensor_digest` by name."""
     return hashlib.sha256(b"".join(digests[name] for name in sorted(digests))).hexdigest()
 
 
-_VARIABLES = (
-    "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR",
-    "MKL_ENABLE_INSTRUCTIONS", "OPENBLAS_CORETYPE", "CUBLAS_WORKSPACE_CONFIG",
-)  # fmt: skip
-"""Environment variables that decide which kernels are used."""
-_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-_NUM_DIGITS = 16
+def checksum(tensor: Tensor) -> int:
+    """CRC-32 of a tensor's bytes: three times faster than SHA-256, and than to copy and compare."""
+    plain = tensor.detach().cpu().contiguous()
+    return zlib.crc32(memory_of(plain))
+
+
+def memory_of(tensor: Tensor) -> Any:
+    """The bytes of a contiguous tensor on the CPU, as a buffer that does not keep it alive."""
+    # Not by numpy, after which the memory of a tensor cannot be freed (`FlatTensors.close`).
+    return (ctypes.c_ubyte * (tensor.numel() * tensor.itemsize)).from_address(tensor.data_ptr())
 
 
 class Rounding(NamedTuple):
@@ -104,17 +103,17 @@ def rounding_of(precision: str, device: torch.device) -> Rounding:
 
 
 def check_rounding(here: Rounding, there: Any, where: str, is_strict: bool) -> str:
-    """What to say where a run goes on from a state that was computed elsewhere.
+    """A warning if a run goes on from a state that was computed on another kind of machine.
 
     Args:
         here: how this machine rounds.
-        there: what the state says of the machine that computed it: `Rounding._asdict()`; something
-            else where an earlier version wrote it.
+        there: `Rounding._asdict()` of the machine that computed it; anything else if an earlier
+            version wrote the state.
         where: path of the state.
         is_strict: whether a difference is an error.
 
     Returns:
-        A warning; empty if both round alike, or nothing is known.
+        The warning; empty if both round alike, or that is not known.
 
     Raises:
         CheckpointError: they do not, and `is_strict`.
@@ -122,7 +121,7 @@ def check_rounding(here: Rounding, there: Any, where: str, is_strict: bool) -> s
     if not isinstance(there, dict) or there.get("digest") in (None, here.digest):
         return ""
     message = (
-        f"{where}: was computed on another machine, which rounds otherwise, so the bits of the "
+        f"{where}: was computed on another machine, which rounds differently, so the bits of the "
         f"result will differ from those of an unbroken run: {there.get('machine')} there, "
         f"{here.machine} here"
     )
@@ -132,7 +131,7 @@ def check_rounding(here: Rounding, there: Any, where: str, is_strict: bool) -> s
 
 
 def _computed(device: torch.device) -> Iterator[Tensor]:
-    """What kernels give that training spends its time in: forward and backward."""
+    """Results of typical kernels of training, forward and backward."""
     x = _values(device, 16, 96)
     weight = _values(device, 200, 96).requires_grad_()
     y = F.linear(x, weight, _values(device, 200))

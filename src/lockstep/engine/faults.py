@@ -1,8 +1,8 @@
-"""Faults as data: what goes wrong, on which process, and at which moment of which step.
+"""Faults as data: what goes wrong, in which process, and at which moment of which step.
 
-For tests and for `lockstep chaos`. Faults come in through an environment variable, so that they
-strike real processes under any launcher. Every fault strikes once; where there is a log of those
-that have, also when the ranks are started again.
+For tests and for `lockstep chaos`. Faults are passed by an environment variable, so that they
+affect real processes under any launcher. Every fault happens once; with a log of those that have
+happened, also if the ranks are started again.
 """
 
 from __future__ import annotations
@@ -38,31 +38,48 @@ Moment = Literal[
     "copy", "copied", "committed", "evaluate", "checkpoint", "regroup", "catch_up", "join",
     "start", "met", "ready",
 ]  # fmt: skip
-"""When in a step: inside a forward pass, when some of its modules have run; inside a backward pass,
-when some gradients are there; before a sum over shards in a forward and in a backward pass
-(`mesh.tp`); before activations or gradients go to another stage, and before a stage waits for them
-(`mesh.pp`); before the slices of a block's parameters come together, and before its gradients are
-sent (`sharding`); after a microbatch; before and after the reduction, and in it, where ranks share
-memory, when a part of a slice is summed and when a rank has the slices of others (not with a
-sharded optimizer), and where they sum host by host, before what is left of a host goes to others;
-between the sums of left and right factors (`compression.name=lowrank`); before and after copies of
-what microbatches carry (`Task.carry`) go to other ranks; before rows of tables
-(`lockstep.nn.SparseEmbedding`) come from their owners, before and after their gradients go there;
-before the optimizer; before and after ranks with a sharded one tell each other what they have
-stepped; after the step; before an evaluation; in the middle of writing a checkpoint (rank 0); when
-a loss was noticed; when survivors have regrouped but not agreed yet; when a new process begins, to
-be taken in; at the start of a session, always of step 0: before a process meets the others, before
-they assemble the training, and when they have."""
+"""Moments of a step, in the order of the list:
+
+- forward, backward: inside a pass, when some modules have run, or some gradients exist;
+- shards_forward, shards_backward: before a sum over shards in a pass (`mesh.tp`);
+- send, receive: before activations or gradients are sent to another stage, and before a stage waits
+  for them (`mesh.pp`);
+- unshard, leave: before the slices of a block's parameters are gathered, and before its gradients
+  are sent (`sharding`);
+- compute: after a microbatch;
+- reduce, summing, copying, between, factors, reduced: before the reduction; in it, with shared
+  memory, when a part of a slice is summed, and when a rank has the slices of others (not with a
+  sharded optimizer); in it, host by host, before the sums of a host are sent to others; in it,
+  between the sums of left and right factors (`compression.name=lowrank`); after it;
+- optimizer: before the optimizer;
+- gather, gathered: before and after ranks with a sharded optimizer exchange what they have stepped;
+- lookup, rows, rows_summed: before rows of tables (`lockstep.nn.SparseEmbedding`) are fetched, and
+  before and after their gradients are sent;
+- copy, copied: before and after copies of carries (`Task.carry`) are sent to other ranks;
+- committed: after the step;
+- evaluate: before an evaluation;
+- checkpoint: in the middle of writing a checkpoint (rank 0);
+- regroup, catch_up: when a loss was noticed, and when survivors have regrouped but not agreed yet;
+- join: when a new process begins to join;
+- start, met, ready: at the start of a session, always of step 0: before a process meets the others,
+  before they assemble the training, and when they have."""
 
 Kind = Literal[
     "kill", "stop", "raise", "slow", "preempt", "miss", "worker", "edit", "print", "move"
 ]
-"""SIGKILL; SIGSTOP; an exception; a sleep; SIGUSR1, the notice of a preemption; what a rank sees
-that misses the end of a collective, which others got, because another has died; SIGKILL for a
-process that fetches data for this one (`data.num_workers`); what a new process finds whose script
-was edited since the others began (at the moment `join`); more lines on standard output than pipes
-hold whose reader stands still, the first of which is `PRINTED`; the run directory moved away, see
-`moved`, and a sleep, in which that can be noticed."""
+"""Kinds of faults:
+
+- kill, stop: SIGKILL, SIGSTOP;
+- raise: an exception;
+- slow: a sleep;
+- preempt: SIGUSR1, the notice of a preemption;
+- miss: the error of a rank that misses the end of a collective, which others have received, because
+  another rank has died;
+- worker: SIGKILL for a process that fetches data for this one (`data.num_workers`);
+- edit: a new process with another script than the others (at the moment `join`);
+- print: more lines on standard output than a pipe without a reader holds, the first of which is
+  `PRINTED`;
+- move: the run directory is moved to `moved`, followed by a sleep in which that can be noticed."""
 
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -80,14 +97,14 @@ _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "preempt": signal.SI
 
 @dataclass(frozen=True)
 class PlannedFault:
-    """A fault that strikes once.
+    """A fault that happens once.
 
     Attributes:
         slot: lifelong number of the process it is meant for.
         step: number of the step (from 0), or the first later one that has this moment.
-        moment: point of the step at which it strikes.
+        moment: point of the step at which it happens.
         kind: kind of the fault.
-        delay_s: seconds from that moment to the fault, whatever the process is doing by then.
+        delay_s: seconds from that moment to the fault, at any point of the computation.
         sleep_s: seconds that a fault of kind `slow` sleeps; at the moment `checkpoint`, a slow
             disk.
     """
@@ -101,7 +118,7 @@ class PlannedFault:
 
 
 @dataclass(frozen=True)
-class _Given:
+class _Plan:
     """The content of the environment variable."""
 
     log: str
@@ -114,7 +131,7 @@ class InjectedError(RuntimeError):
 
 
 def moved(run_dir: Path) -> Path:
-    """Where a fault of kind `move` puts a run directory."""
+    """The path to which a fault of kind `move` moves a run directory."""
     return run_dir.with_name(f"{run_dir.name}-moved")
 
 
@@ -126,7 +143,7 @@ def to_env(
     Args:
         faults: faults of all processes; each process takes its own.
         log: path of a file that gets a JSON line just before each fault: `time` and its fields; or,
-            if there are no faults at all, a line for each `moment` that a process comes to.
+            if there are no faults, a line for each `moment` that a process reaches.
         run_dir: run directory, for faults of kind `move`.
     """
     values = {
@@ -141,7 +158,7 @@ def logged(log: Path) -> list[dict[str, Any]]:
     """The rows of a log of faults, or of moments; none if there is no file.
 
     Raises:
-        ConfigError: it is no such log.
+        ConfigError: it is not such a log.
     """
     try:
         if not log.exists():
@@ -156,16 +173,16 @@ def logged(log: Path) -> list[dict[str, Any]]:
 
 
 def injector(env: Mapping[str, str], slot: int) -> At:
-    """Strikes with the faults in the environment that are meant for this process.
+    """A function that triggers the faults in the environment that are meant for this process.
 
     Raises:
         ConfigError: the variable does not hold faults.
     """
-    given = _given(env)
-    if given.log and not given.faults:
-        logged(Path(given.log))  # what is none is refused here, and not at the first moment
-        return _noting_moments(given.log)
-    due = [fault for fault in _due(given, slot) if fault.kind != "edit"]
+    plan = _plan(env)
+    if plan.log and not plan.faults:
+        logged(Path(plan.log))  # a damaged log is refused here, and not at the first moment
+        return _noting_moments(plan.log)
+    due = [fault for fault in _due(plan, slot) if fault.kind != "edit"]
     if not due:
         return nothing
 
@@ -174,18 +191,18 @@ def injector(env: Mapping[str, str], slot: int) -> At:
             if fault.moment == moment and fault.step <= step:
                 due.remove(fault)
                 if fault.delay_s:
-                    timer = threading.Timer(fault.delay_s, _strike, (fault, given))
+                    timer = threading.Timer(fault.delay_s, _trigger, (fault, plan))
                     timer.daemon = True
                     timer.start()
                 else:
-                    _strike(fault, given)
+                    _trigger(fault, plan)
 
     return at
 
 
 def edited(task: Task, env: Mapping[str, str], slot: int) -> Task:
     """The task of a new process: with another loss, if a fault of kind `edit` is meant for it."""
-    given = _given(env)
+    plan = _plan(env)
     original = task.loss
 
     def loss(*args: Any) -> Any:
@@ -194,40 +211,39 @@ def edited(task: Task, env: Mapping[str, str], slot: int) -> Task:
         loss = replace(loss, sum=loss.sum * (1 + 2**-10))
         return (loss, returned[1]) if has_carry(task) else loss
 
-    for fault in _due(given, slot):
+    for fault in _due(plan, slot):
         if fault.kind == "edit":
-            _note(asdict(fault), given.log)
+            _note(asdict(fault), plan.log)
             task.loss = loss  # type: ignore[method-assign]
     return task
 
 
-def _given(env: Mapping[str, str]) -> _Given:
-    """What the environment holds."""
+def _plan(env: Mapping[str, str]) -> _Plan:
     text = env.get(FAULTS)
     if not text:
-        return _Given("", [])
+        return _Plan("", [])
     try:
-        given = as_type(_Given, parse_object(text))
-        if not all(min(f.delay_s, f.sleep_s) >= 0 for f in given.faults):
+        plan = as_type(_Plan, parse_object(text))
+        if not all(min(f.delay_s, f.sleep_s) >= 0 for f in plan.faults):
             raise ValueError("a time is less than 0")
     except ValueError as error:
         raise ConfigError(
             f"environment variable {FAULTS}: is not a list of faults ({error}); unset it"
         ) from None
-    return given
+    return plan
 
 
-def _due(given: _Given, slot: int) -> list[PlannedFault]:
-    """The faults for a process that have not struck yet."""
-    struck = [
+def _due(plan: _Plan, slot: int) -> list[PlannedFault]:
+    """The faults for a process that have not happened yet."""
+    done = [
         {k: v for k, v in row.items() if k != "time"}
-        for row in (logged(Path(given.log)) if given.log else [])
+        for row in (logged(Path(plan.log)) if plan.log else [])
     ]
-    return [f for f in given.faults if f.slot == slot and asdict(f) not in struck]
+    return [f for f in plan.faults if f.slot == slot and asdict(f) not in done]
 
 
 def _noting_moments(log: str) -> At:
-    """Writes down each moment that this process comes to, once."""
+    """Logs each moment that this process reaches, once."""
     seen: set[Moment] = set()
 
     def at(moment: Moment, step: int) -> None:
@@ -243,7 +259,7 @@ def nothing(moment: Moment, step: int) -> None:
 
 
 class FaultsInside:
-    """Strikes inside forward and backward passes of training, by hooks; none without faults.
+    """Triggers faults inside forward and backward passes of training; no hooks without faults.
 
     Attributes:
         step: number of the step that is being computed.
@@ -254,7 +270,7 @@ class FaultsInside:
         self._at = at
         if at is nothing:
             return
-        # Whichever blocks a rank computes, it comes to each moment.
+        # In each block, since a rank may compute any of them.
         for block in model if isinstance(model, Pipeline) else [model]:
             self._watch(block)
 
@@ -262,7 +278,7 @@ class FaultsInside:
         layers = [m for m in block.modules() if not any(True for _ in m.children())]
         for layer in layers[len(layers) // 2 :]:
             layer.register_forward_hook(self._in_forward)
-        # Gradients come in the reverse order, so those of the second half are there by then.
+        # Gradients are computed in the reverse order, so those of the second half exist by then.
         parameters = [p for p in block.parameters() if p.requires_grad]
         for parameter in parameters[: -(-len(parameters) // 2)]:
             parameter.register_post_accumulate_grad_hook(self._in_backward)  # type: ignore[no-untyped-call]
@@ -281,14 +297,14 @@ def _note(row: Mapping[str, Any], log: str) -> None:
             file.write(json.dumps({"time": time.time(), **row}) + "\n")
 
 
-def _strike(fault: PlannedFault, given: _Given) -> None:
-    _note(asdict(fault), given.log)
+def _trigger(fault: PlannedFault, plan: _Plan) -> None:
+    _note(asdict(fault), plan.log)
     if fault.kind == "slow":
         time.sleep(fault.sleep_s)
     elif fault.kind == "raise":
         raise InjectedError(f"fault injected at {fault.moment} of step {fault.step}")
     elif fault.kind == "miss":
-        time.sleep(MISS_S)  # for the others to get what this one misses
+        time.sleep(MISS_S)  # until the others have received what this one misses
         raise GroupBroken(f"fault injected at {fault.moment} of step {fault.step}")
     elif fault.kind == "worker":
         for worker in multiprocessing.active_children()[:1]:
@@ -296,7 +312,7 @@ def _strike(fault: PlannedFault, given: _Given) -> None:
     elif fault.kind == "print":
         print(PRINTED, *[_LINE] * _LINES, sep="\n", flush=True)
     elif fault.kind == "move":
-        run_dir = Path(given.run_dir)
+        run_dir = Path(plan.run_dir)
         run_dir.rename(moved(run_dir))
         time.sleep(fault.sleep_s)
     else:

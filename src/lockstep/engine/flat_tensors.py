@@ -1,7 +1,7 @@
 """The model's parameters as views of one flat tensor for each dtype, its entries and its slices.
 
 A flat tensor is exchanged, stepped, hashed and saved in one piece; the module sees its own
-parameters as always. Offsets depend on the model and the optimizer's groups only.
+parameters as before. Offsets depend on the model and the optimizer's groups only.
 """
 
 from __future__ import annotations
@@ -76,24 +76,8 @@ class Slice(NamedTuple):
         return self.gradient[max(part.first - first, 0) : max(min(part.last, last) - first, 0)]
 
 
-def slices_of(
-    flat: FlatTensors, gradients: Sequence[Tensor], owned: Sequence[Sequence[Range]]
-) -> list[list[Slice]]:
-    """Slices for each segment, as parts of whole flat tensors.
-
-    Args:
-        flat: parameters in flat memory.
-        gradients: mean gradient, laid out as `flat.flats`.
-        owned: ranges of elements, for each segment.
-    """
-    return [
-        [Slice(r, parameters[r.first : r.last], gradient[r.first : r.last]) for r in ranges]
-        for parameters, gradient, ranges in zip(flat.flats, gradients, owned, strict=True)
-    ]
-
-
 def storages(slices: Sequence[Sequence[Slice]]) -> set[int]:
-    """Addresses of the memory that lies outside of an optimizer."""
+    """Addresses of the memory of parameters and gradients in slices."""
     tensors = [t for of_segment in slices for s in of_segment for t in (s.parameters, s.gradient)]
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
@@ -107,8 +91,8 @@ DTYPES = (torch.float32, torch.float64)
 class FlatTensors:
     """Tensors moved into flat memory, of which they become views.
 
-    Of a model in units a rank may hold some units only. The tensors of each unit are whole
-    blocks, so that the norm of a block is the same whatever else a rank holds.
+    A rank may own some units of the model only. The tensors of each unit are whole blocks, so that
+    the norm of a block does not depend on the other units of a rank.
 
     Attributes:
         tensors: tensors in flat order, as views of the flat ones.
@@ -116,10 +100,12 @@ class FlatTensors:
         segments: size and dtype of each flat tensor.
         flats: flat tensors, one for each segment, of one dimension.
         pieces: ranges of flat memory that each optimizer group takes.
-        kinds: dtype and optimizer group of the tensors, those that other ranks hold too.
-        parts: blocks of each unit, those that other ranks hold too, in an order that does not
-            depend on `by_block`.
-        names: name of each tensor by its id, of those that other ranks hold too.
+        kinds: dtype and optimizer group of the tensors, also of those on other ranks.
+        parts: blocks of each unit, also of those on other ranks, in an order that does not depend
+            on `by_block`.
+        names: name of each tensor by its id, also of those on other ranks.
+        shards: what those tensors that are cut are parts of, by name.
+        units: unit of each tensor that not every rank need have, by name.
         blocks: for each segment, the block of a pipeline that it is of; `WHOLE` if it has all.
     """
 
@@ -136,10 +122,10 @@ class FlatTensors:
 
         Args:
             groups: lists of (name, tensor).
-            what: what errors call a tensor.
+            what: what a tensor is, for errors.
             shards: what those tensors that are cut are parts of, by name.
-            units: unit of each tensor that not every rank need hold, by name.
-            own: blocks and shards to hold; None holds all.
+            units: unit of each tensor that not every rank need have, by name.
+            own: blocks and shards to own; None for all.
             by_block: whether each block of a pipeline has segments of its own.
 
         Raises:
@@ -152,8 +138,9 @@ class FlatTensors:
         self.kinds: list[tuple[torch.dtype, int]] = []
         self.blocks: list[int] = []
         self.parts: list[Part] = []
-        self._groups, self._what, self._shards = groups, what, dict(shards or {})
-        self._units = dict(units or {})
+        self.shards: Mapping[str, Shard] = dict(shards or {})
+        self.units: Mapping[str, Unit] = dict(units or {})
+        self._groups, self._what = groups, what
         self._own, self._by_block = own, by_block
         self.names = {id(tensor): name for group in groups for name, tensor in group}
         for group in groups:
@@ -165,14 +152,15 @@ class FlatTensors:
                     )
         for dtype in DTYPES:
             self._place(groups, dtype)
-        # Looked up for each block in each pass: not by going through all tensors each time.
+        # Looked up for each block in each pass, so not by a search through all tensors.
         self._by_segment: list[list[tuple[Tensor, Entry]]] = [[] for _ in self.segments]
         for tensor, entry in zip(self.tensors, self.entries, strict=True):
             self._by_segment[entry.segment].append((tensor, entry))
         self.flats: list[Tensor] = []
-        # One after the other, so that what a segment replaces is freed before the next one is made.
+        # One at a time, so that the memory it replaces is freed before the next one is allocated.
+        device = next((tensor.device for group in groups for _, tensor in group), None)
         for number, (dtype, numel) in enumerate(self.segments):
-            self.flats.append(torch.zeros(numel, dtype=dtype, device=self._device()))
+            self.flats.append(torch.zeros(numel, dtype=dtype, device=device))
             for tensor, entry in self._by_segment[number]:
                 view = self.view(self.flats, entry)
                 view.copy_(tensor.detach())
@@ -180,9 +168,8 @@ class FlatTensors:
                 tensor.data = view
 
     def restricted(self, own: Holding) -> FlatTensors:
-        """The same tensors in new memory, of some units only; the others keep theirs."""
-        groups, what = self._groups, self._what
-        return FlatTensors(groups, what, self._shards, self._units, own, self._by_block)
+        """The same tensors in new memory, of some units only; the others keep their memory."""
+        return FlatTensors(self._groups, self._what, self.shards, self.units, own, self._by_block)
 
     @property
     def wholes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -190,28 +177,18 @@ class FlatTensors:
         found = {}
         for group in self._groups:
             for name, tensor in group:
-                shard = self._shards.get(name)
+                shard = self.shards.get(name)
                 place = (name, tensor.shape) if shard is None else (shard.whole, shard.shape)
                 found[place[0]] = (place[1], tensor.dtype)
         return found
 
     @property
     def everyone(self) -> dict[str, Tensor]:
-        """Name to tensor, of those that other ranks hold too, which here have a shape only."""
+        """All tensors by name; those of other ranks have only a shape here."""
         return {name: tensor.detach() for group in self._groups for name, tensor in group}
 
-    @property
-    def shards(self) -> Mapping[str, Shard]:
-        """What those tensors that are cut are parts of, by name."""
-        return self._shards
-
-    @property
-    def units(self) -> Mapping[str, Unit]:
-        """The unit of each tensor that not every rank need hold, by name."""
-        return self._units
-
     def segments_of(self, own: Holding) -> list[Segment]:
-        """Size and dtype of each flat tensor of a rank that holds `own`."""
+        """Size and dtype of each flat tensor of a rank that owns these units."""
         segments = []
         for number, (dtype, _) in enumerate(self.segments):
             blocks = [p.num_blocks for p in self.parts if p.segment == number and own.has(p.unit)]
@@ -220,30 +197,30 @@ class FlatTensors:
 
     @property
     def _fewest(self) -> int:
-        """Blocks of a segment of which nothing is held."""
+        """Number of blocks of a segment without tensors of this rank."""
         return 0 if self._by_block else 1
 
     def holds(self, unit: Unit) -> bool:
-        """Whether the tensors of a unit are held here."""
+        """Whether this rank owns the tensors of a unit."""
         return self._own is None or self._own.has(unit)
 
     def renew(self) -> None:
-        """Move tensors to memory that nobody else knows of, so that `close` can free it."""
+        """Move tensors to memory without other references, so that `close` can free it."""
         for segment, flat in enumerate(self.flats):
             self.flats[segment] = flat.clone()
             for tensor, entry in self._by_segment[segment]:
                 tensor.data = self.view(self.flats, entry)
 
     def open(self, segment: int) -> None:
-        """Give a segment memory, of undefined content, and its tensors their place in there."""
+        """Allocate a segment, with undefined content, and make its tensors views of it."""
         flat = self.flats[segment]
-        # Of the same storage as before, which what autograd has kept for backward passes refers to.
+        # The same storage as before, since autograd's saved tensors refer to it.
         flat.untyped_storage().resize_(flat.numel() * flat.itemsize)
         for tensor, entry in self._by_segment[segment]:
             tensor.data = self.view(self.flats, entry)
 
     def close(self, segment: int) -> None:
-        """Free the memory of a segment, of whose tensors shapes remain."""
+        """Free the memory of a segment; its tensors keep their shapes."""
         for tensor, _ in self._by_segment[segment]:
             release(tensor)
         storage = self.flats[segment].untyped_storage()
@@ -258,7 +235,7 @@ class FlatTensors:
         storage.resize_(0)
 
     def check_views(self, segment: int) -> None:
-        """Make sure that the tensors of an open segment lie in it.
+        """Make sure that the tensors of an open segment are views of it.
 
         Raises:
             TaskError: one was given memory of its own.
@@ -286,10 +263,10 @@ class FlatTensors:
     def take_back(self) -> None:
         """Make tensors views of the flats again that were given memory of their own since.
 
-        That is what `p.data = …` does, as in `nn.utils.vector_to_parameters` and in optimizers.
+        `p.data = …` does that, as in `nn.utils.vector_to_parameters` and in optimizers.
 
         Raises:
-            TaskError: a tensor was given some whose segment is closed.
+            TaskError: a tensor of a closed segment was given memory.
         """
         is_closed = [f.numel() > 0 == f.untyped_storage().nbytes() for f in self.flats]
         for tensor, entry in zip(self.tensors, self.entries, strict=True):
@@ -321,15 +298,17 @@ class FlatTensors:
 
     def _place(self, groups: Sequence[Sequence[tuple[str, Tensor]]], dtype: torch.dtype) -> None:
         of_dtype = [[(n, t) for n, t in group if t.dtype == dtype] for group in groups]
-        homes = sorted({self._home(self._unit(n)) for group in of_dtype for n, _ in group})
+        homes = sorted(
+            {self._home(self.units.get(n, EVERYWHERE)) for group in of_dtype for n, _ in group}
+        )
         first_segment = len(self.segments)
         ends = [0] * len(homes)
         for index, group in enumerate(of_dtype):
             firsts = list(ends)
             if group:
                 self.kinds.append((dtype, index))
-            for unit in sorted({EVERYWHERE, *self._units.values()}):
-                named = [(n, t) for n, t in group if self._unit(n) == unit]
+            for unit in sorted({EVERYWHERE, *self.units.values()}):
+                named = [(n, t) for n, t in group if self.units.get(n, EVERYWHERE) == unit]
                 if named:
                     home = homes.index(self._home(unit))
                     segment = first_segment + home
@@ -339,7 +318,7 @@ class FlatTensors:
                     self.pieces.append(Piece(first_segment + home, index, Range(first, last)))
         for home, end in zip(homes, ends, strict=True):
             numel = max(self._fewest, -(-end // BLOCK)) * BLOCK
-            if not self._units:
+            if not self.units:
                 self.parts.append(Part(len(self.segments), EVERYWHERE, numel // BLOCK))
             self.segments.append(Segment(dtype, numel))
             self.blocks.append(home)
@@ -352,31 +331,25 @@ class FlatTensors:
         unit: Unit,
         first: int,
     ) -> int:
-        """Place a group's tensors of one unit behind what is there: where the next ones begin."""
+        """Place a group's tensors of one unit from `first` on; returns the next offset."""
         offset = first
         for name, tensor in named:
             if self.holds(unit):
                 self.tensors.append(tensor)
                 self.entries.append(Entry(name, segment, group, offset, tensor.shape))
             offset += -(-tensor.numel() // _ALIGN) * _ALIGN
-        if self._units:
+        if self.units:
             num_blocks = -(-(offset - first) // BLOCK)
             self.parts.append(Part(segment, unit, num_blocks))
             offset = first + num_blocks * BLOCK
         return offset if self.holds(unit) else first
 
-    def _unit(self, name: str) -> Unit:
-        return self._units.get(name, EVERYWHERE)
-
     def _home(self, unit: Unit) -> int:
         return unit.block if self._by_block else WHOLE
 
-    def _device(self) -> torch.device:
-        return next(tensor.device for group in self._groups for _, tensor in group)
-
 
 def given_other_memory(name: str) -> str:
-    """What to say of a parameter whose memory a pass has replaced."""
+    """The error message about a parameter whose memory a pass has replaced."""
     return (
         f"{name} was given other memory (`.data = …`) in a forward or backward pass, so it is no "
         "longer trained; compute a changed weight without storing it, or change it in place in "

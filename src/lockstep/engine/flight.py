@@ -1,8 +1,8 @@
-"""The newest calls of ranks, kept when one is lost or hangs, and what they show.
+"""The newest communication calls of ranks, saved when a rank is lost or hangs, and explained.
 
 ```
 flight/slot_N.calls          written by the process when a call has failed, or by its watchdog
-flight/waiting_slot_N.calls  written by the watchdog of one that waits for long, as long as it does
+flight/waiting_slot_N.calls  written by the watchdog of one that waits for long, while it waits
 flight/0001/slot_N.calls     of a loss after which the others went on, or of an earlier session
 ```
 """
@@ -26,16 +26,24 @@ FLIGHT = "flight"
 """Folder in the run directory."""
 
 MOST_FILES = 1024
-"""Files of one kind that are read; of more, those of the first slots."""
-
+"""Number of files of one kind that are read, those of the first slots."""
 _KEPT = 3
 _LOST = re.compile(r"slot_([0-9]{1,9})\.calls")
 _WAITING = re.compile(r"waiting_slot_([0-9]{1,9})\.calls")
 _OCCASION = re.compile(r"[0-9]{4,9}")
 
+_MOST = 6
+"""Number of ranks that a message lists."""
+
+_ALIKE = ("all_gather", "broadcast")
+"""Calls after which all ranks have the same number of bytes."""
+
+Logs = Mapping[int, CallLog]
+"""The newest calls of processes, by slot."""
+
 
 class FlightFolder:
-    """The files of a run; all ranks, their watchdogs and readers use it.
+    """The files of a run, for all ranks, their watchdogs and readers.
 
     Args:
         run_dir: run directory.
@@ -53,9 +61,9 @@ class FlightFolder:
         return self._path / f"waiting_slot_{slot}.calls"
 
     def keep(self, slot: int, calls: bytes) -> None:
-        """Write down the calls of a process.
+        """Write the calls of a process.
 
-        It is not flushed to the disk: survivors of a loss should go on.
+        The file is not flushed to disk, so that survivors of a loss go on at once.
 
         Args:
             slot: lifelong number of the process.
@@ -69,13 +77,13 @@ class FlightFolder:
             file.write(calls)
 
     def set_aside(self, gone: Iterable[int] = ()) -> None:
-        """Put what is there into a folder of its own, and remove the oldest ones; of rank 0.
+        """Move the files into a folder of their own, and remove the oldest folders; on rank 0.
 
         Args:
-            gone: lifelong numbers of processes that were lost, and wait no more.
+            gone: lifelong numbers of processes that were lost, and no longer wait.
 
         Raises:
-            OSError: it cannot be done.
+            OSError: a file cannot be moved or removed.
         """
         for slot in gone:
             self.waiting_file(slot).unlink(missing_ok=True)
@@ -92,10 +100,10 @@ class FlightFolder:
             shutil.rmtree(old)
 
     def begin(self) -> None:
-        """Set aside what an earlier session has left; of rank 0.
+        """Set aside the files of an earlier session; on rank 0.
 
         Raises:
-            OSError: it cannot be done.
+            OSError: a file cannot be moved or removed.
         """
         if not self._path.is_dir():
             return
@@ -104,21 +112,18 @@ class FlightFolder:
             path.unlink(missing_ok=True)
 
     def forget(self) -> None:
-        """Remove what survivors have written, since nobody was lost; of rank 0.
+        """Remove the files that ranks have written, since none was lost; on rank 0.
 
         Raises:
-            OSError: it cannot be done.
+            OSError: a file cannot be moved or removed.
         """
         for path in self._files(_LOST).values():
             path.unlink(missing_ok=True)
 
     def present(self) -> dict[int, CallLog]:
-        """The calls of ranks that wait, or that a loss has ended which is not set aside.
+        """The calls of ranks that wait, and of the newest loss if it is not set aside, by slot.
 
-        Files that are damaged are left out.
-
-        Returns:
-            For each slot, what is known of it.
+        Damaged files are left out.
         """
         files = self._files(_WAITING) | self._files(_LOST)
         logs: dict[int, CallLog] = {}
@@ -128,7 +133,7 @@ class FlightFolder:
         return logs
 
     def newest(self) -> dict[int, CallLog]:
-        """As `present`, or if nothing is there, of the newest loss that was set aside.
+        """As `present`; if there are no files, those of the newest loss that was set aside.
 
         Raises:
             DataError: there are no files, or one of them is damaged.
@@ -153,7 +158,7 @@ class FlightFolder:
 
 
 def _matching(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
-    """The files of a pattern by slot; of very many, the first ones."""
+    """The files that match a pattern by slot; the first ones if there are very many."""
     found = [match for match in map(pattern.fullmatch, _names(folder)) if match]
     slots = sorted((int(match[1]), match[0]) for match in found)
     return {slot: folder / name for slot, name in slots[:MOST_FILES]}
@@ -164,16 +169,6 @@ def _names(folder: Path) -> list[str]:
         return os.listdir(folder)
     except OSError:
         return []
-
-
-_MOST = 6
-"""Ranks that are listed; of more, it is said how many they are."""
-
-_ALIKE = ("all_gather", "broadcast")
-"""Calls after which all ranks have the same number of bytes."""
-
-Logs = Mapping[int, CallLog]
-"""What is known of processes, by slot."""
 
 
 def listed(ranks: Iterable[int]) -> str:
@@ -202,7 +197,7 @@ def named(call: Call, log: CallLog) -> str:
 
 
 def reached(log: CallLog) -> str:
-    """Where a process stood that has hung: `in step 57, after call 1,234 (all_gather)`."""
+    """The position of a process that has hung: `in step 57, after call 1,234 (all_gather)`."""
     step = f"in step {log.step + 1:,}"
     if log.stuck is not None:
         return f"{step}, in {named(log.stuck, log)}"
@@ -215,7 +210,7 @@ def waits(logs: Logs, apart: Collection[int] = ()) -> list[tuple[list[int], str]
     """Who waits in which call.
 
     Args:
-        logs: what is known of processes; those of groups of other sizes are left out.
+        logs: newest calls; those of groups of other sizes are left out.
         apart: slots of those that hang.
 
     Returns:
@@ -237,7 +232,7 @@ def waiting(logs: Logs, hung: Collection[int]) -> str:
     """Who waited for those that hung: `ranks 0 and 2 waited for it in call 1,235 (all_gather)`.
 
     Args:
-        logs: what is known of processes.
+        logs: newest calls.
         hung: slots of those that hung.
 
     Returns:
@@ -251,13 +246,13 @@ def difference(logs: Logs) -> str:
     """The first call that ranks of a group have made differently; empty if they have not.
 
     Args:
-        logs: what is known of processes.
+        logs: newest calls.
     """
     groups: dict[tuple[int, int, tuple[int, ...]], dict[int, dict[int, Call]]] = {}
     for log in logs.values():
         for call in log.until_stuck:
             ranks = log.ranks(call.group)
-            # All members of a group are told apart by its first and last rank, which takes no time.
+            # A group is identified by its first and last rank: all its ranks would take long.
             if ranks is None or call.is_message:
                 continue
             key = (log.size, call.group, (ranks[0], ranks[-1], len(ranks)))
@@ -270,7 +265,7 @@ def difference(logs: Logs) -> str:
 
 
 def _first_difference(calls: Mapping[int, Mapping[int, Call]]) -> str:
-    """The first number of a call that is another one on some rank.
+    """The first number whose call differs between ranks.
 
     Args:
         calls: for each rank of a group, its calls by number.
@@ -303,7 +298,7 @@ def losses(
         step: committed steps.
         lost: the rank of each, by slot.
         reasons: why its watchdog ended it, by slot; empty if it did not.
-        logs: the newest calls that are known, by slot.
+        logs: newest calls.
     """
     hung = {slot for slot in lost if reasons[slot]}
     return [_loss(step, slot, rank, reasons[slot], logs, hung) for slot, rank in lost.items()]
@@ -313,7 +308,7 @@ def unreported(logs: Logs, reasons: Mapping[int, str]) -> list[RankLost]:
     """Processes that have hung, and after whose end the others could not go on.
 
     Args:
-        logs: the newest calls that are known, by slot.
+        logs: newest calls.
         reasons: why watchdogs ended processes, by slot.
     """
     hung = {slot for slot in logs if reasons.get(slot)}

@@ -1,4 +1,4 @@
-"""What a user writes to have something done beside training, and what it is shown of the run."""
+"""Hooks, which users write to do something beside training, and the run as hooks see it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import nn
 
 from lockstep.config import TrainConfig
 from lockstep.engine.task import Task
-from lockstep.engine.task.rebuilt import TOTAL_STEPS, asked_of
+from lockstep.engine.task.rebuilt import TOTAL_STEPS, length_reads
 from lockstep.errors import TaskError
 
 MAY_CHANGE = ("after_step", "after_evaluation")
-"""Methods of a hook that may change what is declared, and end the run."""
+"""Methods of a hook that may change the model, if that is declared, and end the run."""
 
 
 class Run:
@@ -67,10 +67,10 @@ class Run:
 
     @property
     def total_steps(self) -> int:
-        """Number of steps of the whole run; one that has asked for it cannot be made longer."""
-        asked = asked_of(self.config)
-        if asked is not None and not (self._caller is not None and self._caller.first_only):
-            asked.add([TOTAL_STEPS])
+        """Number of steps of the whole run; a run whose code reads it cannot be made longer."""
+        reads = length_reads(self.config)
+        if reads is not None and not (self._caller is not None and self._caller.first_only):
+            reads.add([TOTAL_STEPS])
         return self._total_steps
 
     def stop(self, reason: str) -> None:
@@ -93,7 +93,7 @@ class Run:
         self._stop_reason = self._stop_reason or reason
 
     def called_by(self, hook: Hook, moment: str) -> None:
-        """Note which hook is looking, and in which of its methods; the engine calls this."""
+        """Note which method of which hook is called; the engine calls this."""
         self._caller, self._moment = hook, moment
 
     def taken_stop_reason(self) -> str:
@@ -103,7 +103,7 @@ class Run:
 
 
 class Hook:
-    """Something that is done beside training; subclass it and return it by `Task.hooks`.
+    """Something to do beside training; subclass it and return it by `Task.hooks`.
 
     Methods that are not overridden cost nothing. By default a hook runs on every rank alike, with
     the same random state, and must do the same on each: it must not look at ranks, time or files.

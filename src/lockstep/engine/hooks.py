@@ -1,4 +1,4 @@
-"""Calls what a task and its hooks do beside training."""
+"""Calls the hooks of a task, and its `after_step`."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from lockstep.config import TrainConfig
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.engine.assembly import Parts
 from lockstep.engine.audit.constants import Constants
-from lockstep.engine.audit.pass_state import is_looked_at
+from lockstep.engine.audit.pass_state import is_check_due
 from lockstep.engine.audit.reachable import optimizers_in
 from lockstep.engine.audit.saved_state import SavedState
 from lockstep.engine.hook import MAY_CHANGE, Hook, Run
 from lockstep.engine.log import Logbook
 from lockstep.engine.run.progress import Progress
-from lockstep.engine.runtime import Raised, Runtime, everywhere, shared_words
+from lockstep.engine.runtime import Raised, Runtime, everywhere, shared_texts
 from lockstep.engine.step.sums import StepResult
 from lockstep.engine.task import Task
-from lockstep.engine.task.rebuilt import asked_of, watched
+from lockstep.engine.task.rebuilt import length_reads, watched
 from lockstep.errors import TaskError, shared
 from lockstep.nn.cutting import region_of
 
 MAY_LOG = ("on_start", "after_step", "after_evaluation", "on_end")
-"""Methods of a hook that may call `lockstep.log`: all ranks have the same state."""
+"""Methods of a hook that may call `lockstep.log`: all ranks have the same state in them."""
 _CALLED_BY_SOME = ("on_start", "after_checkpoint")
-"""Methods that not all ranks call at once: joining ranks begin later, rank 0 writes checkpoints."""
+"""Methods that not all ranks call at once: ranks may join later, and rank 0 writes checkpoints."""
 
 
 class Hooks:
     """Calls `Task.after_step` and the hooks, each as soon as its moment is committed.
 
-    Nobody is told at such a moment. So an exception is kept until all ranks can hear of it. What
-    the hook has half done cannot be undone: the step is not done again then.
+    There is no communication at these moments. So an exception is kept until the next collective
+    of all ranks. What a hook has done halfway cannot be undone, so the step is not repeated then.
 
-    In the steps that `is_looked_at` names, and at the ends of such epochs, what is changed is
-    compared with what a checkpoint would bring back.
+    In the steps for which `is_check_due` is true, and at the ends of such epochs, changes are
+    compared with what a checkpoint would restore.
 
     Attributes:
-        has_failed: whether a hook has raised an exception on some rank; the same on all.
+        has_failed: whether a hook has raised an exception on some rank; the same on all ranks.
     """
 
     def __init__(self, config: TrainConfig, runtime: Runtime, parts: Parts, run_dir: Path) -> None:
@@ -51,16 +51,16 @@ class Hooks:
         task, optimizer = parts.task_state.task, parts.train_step.flat_optimizer.optimizer
         self._task = task
         self._hooks = parts.task_state.hooks
-        asked = asked_of(task.config)
-        seen = config if asked is None else watched(config, asked)
+        reads = length_reads(task.config)
+        seen = config if reads is None else watched(config, reads)
         self._run = Run(task, seen, parts.model, optimizer, run_dir, parts.total_steps)
         self._optimizers = list(optimizers_in(optimizer).values())
         self._saved = SavedState(parts.task_state, parts.model, self._optimizers, parts.loader)
         self._constants = Constants(parts.model, ())
         self._logbook = Logbook(runtime.emit)
         self._has_after_step = type(task).after_step is not Task.after_step
-        # Alike on all ranks, also for hooks that only the first one runs.
-        self._look_at_steps = any(type(h).after_step is not Hook.after_step for h in self._hooks)
+        # The same on all ranks, also for hooks that only rank 0 runs.
+        self._watch_steps = any(type(h).after_step is not Hook.after_step for h in self._hooks)
         self._num_evaluations = 0
         self._started: set[int] = set()
         self._error: Raised | None = None
@@ -68,11 +68,11 @@ class Hooks:
         self.has_failed = False
 
     def start(self, progress: Progress) -> None:
-        """Call `on_start` of the hooks that run in this process and have not begun."""
-        self._look_at(progress)
+        """Call `on_start` of the hooks that run in this process and have not started."""
+        self._update_run(progress)
         waiting = [i for i in self._running("on_start") if i not in self._started]
         self._started |= {*waiting}
-        self._guarded(lambda: self._each("on_start", waiting))
+        self._call("on_start", waiting)
 
     def after_step(self, progress: Progress, result: StepResult) -> str:
         """Call `after_step` of the task and of its hooks.
@@ -84,18 +84,17 @@ class Hooks:
         if not hooks and not self._has_after_step:
             return ""
         step = progress.step
-        self._look_at(progress, result)
+        self._update_run(progress, result)
 
-        def call() -> None:
+        def task_first() -> None:
             if self._has_after_step:
                 seed_all(random_key(self._seed, Stream.AFTER_STEP, step))
                 with modes_kept(self._parts.model, "after_step"), self._logbook.opened(step):
                     self._task.after_step(self._parts.model, step)
-            self._each("after_step", hooks)
 
         run = self._run
-        is_checked = is_looked_at(step) or (run.is_epoch_end and is_looked_at(run.epoch + 1))
-        self._guarded(call, "after_step" if is_checked else "")
+        is_checked = is_check_due(step) or (run.is_epoch_end and is_check_due(run.epoch + 1))
+        self._call("after_step", hooks, is_checked=is_checked, before=task_first)
         return self._taken_stop_reason()
 
     def after_evaluation(self, progress: Progress, split: str, metrics: dict[str, float]) -> str:
@@ -103,21 +102,16 @@ class Hooks:
         hooks = self._running("after_evaluation")
         if not hooks:
             return ""
-        self._look_at(progress)
+        self._update_run(progress)
         self._num_evaluations += 1
-        is_checked = is_looked_at(self._num_evaluations)
-        self._guarded(
-            lambda: self._each("after_evaluation", hooks, split, dict(metrics)),
-            "after_evaluation" if is_checked else "",
-        )
+        is_checked = is_check_due(self._num_evaluations)
+        self._call("after_evaluation", hooks, split, dict(metrics), is_checked=is_checked)
         return self._taken_stop_reason()
 
     def after_checkpoint(self, progress: Progress, folder: Path) -> None:
         """Call `after_checkpoint`; on rank 0 only."""
-        self._look_at(progress)
-        self._guarded(
-            lambda: self._each("after_checkpoint", self._running("after_checkpoint"), folder)
-        )
+        self._update_run(progress)
+        self._call("after_checkpoint", self._running("after_checkpoint"), folder)
 
     def end(self, progress: Progress, status: str, reason: str) -> None:
         """Call `on_end`; a collective.
@@ -125,25 +119,24 @@ class Hooks:
         Raises:
             LockstepError: a hook has raised an exception on some rank; on all ranks.
         """
-        self._look_at(progress)
-        hooks = self._running("on_end")
-        self._guarded(lambda: self._each("on_end", hooks, status, reason))
+        self._update_run(progress)
+        self._call("on_end", self._running("on_end"), status, reason)
         self.check()
 
     def check_step(self) -> None:
-        """As `check`, after each step: costs nothing where no hook looks at steps."""
-        if self._has_after_step or self._look_at_steps:
+        """As `check`, after each step; does nothing if no hook has `after_step`."""
+        if self._has_after_step or self._watch_steps:
             self.check()
 
     def check(self) -> None:
-        """Make sure that all went well; a collective.
+        """Raise the exceptions of hooks; a collective.
 
         Raises:
-            LockstepError: it did not on some rank; on all ranks.
+            LockstepError: a hook has raised an exception on some rank; on all ranks.
         """
         if not self._hooks and not self._has_after_step:
             return
-        error, reasons = shared_words(self._runtime.transport, self._error, self._ended)
+        error, reasons = shared_texts(self._runtime.transport, self._error, self._ended)
         if error is None and len({*reasons}) > 1:
             error = shared(_ended_by_some(reasons))
         if error is not None:
@@ -154,7 +147,7 @@ class Hooks:
         """Make sure that what the task and its hooks have changed can be saved; a collective.
 
         Raises:
-            TaskError: something can't; on all ranks.
+            TaskError: something cannot; on all ranks.
         """
         if self._hooks or self._has_after_step:
             everywhere(self._runtime.transport, self._saved.check_again)
@@ -173,19 +166,30 @@ class Hooks:
             and (self._runtime.is_first or not hook.first_only)
         ]
 
-    def _guarded(self, call: Callable[[], None], checked: str = "") -> None:
-        """Run user code; keep its exception, and leave the engine's own state as it must be.
+    def _call(
+        self,
+        name: str,
+        hooks: list[int],
+        *arguments: object,
+        is_checked: bool = False,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Call a method of hooks; keep its exception, and restore the engine's own state.
 
         Args:
-            call: the code.
-            checked: what it is called where its changes are to be checked, else empty.
+            name: name of the method.
+            hooks: indices of the hooks.
+            arguments: further arguments of the method.
+            is_checked: whether to compare their changes with what a checkpoint would restore.
+            before: function that is called first, likewise.
         """
-        before = self._saved.held() if checked else {}
+        state = self._saved.state() if is_checked else {}
         try:
-            call()
+            before()
+            self._each(name, hooks, *arguments)
             self._parts.train_step.flat.take_back()
-            if checked:
-                self._saved.check(before, checked)
+            if is_checked:
+                self._saved.check(state, name)
         except (Exception, SystemExit) as error:
             self._error = self._error or error
         self._parts.train_step.state.mark()
@@ -196,14 +200,14 @@ class Hooks:
         for index in hooks:
             hook = self._hooks[index]
             self._run.called_by(hook, name)
-            # Each for itself: rank 0 may run hooks that others do not.
+            # A seed for each hook: rank 0 may run hooks that other ranks do not.
             seed_all(random_key(self._seed, Stream.HOOK, step, index))
             may_change = hook.changes_model and name in MAY_CHANGE
             if not may_change:
                 self._constants.mark(step)
             marks = optimizer_marks(self._optimizers) if hook.first_only else []
             where = f"{type(hook).__name__}.{name}"
-            # What is set at the start is set in each process, unless on the first rank alone.
+            # Each process sets its modes at the start, unless the hook runs on rank 0 only.
             is_everywhere = name == "on_start" and not hook.first_only
             modes = nullcontext() if is_everywhere else modes_kept(self._parts.model, where)
             logs = self._logbook.opened(step) if name in MAY_LOG else nullcontext()
@@ -221,7 +225,7 @@ class Hooks:
     def _not_computed(self, hook: Hook, name: str) -> Iterator[None]:
         """Refuse calls of a model whose shards are on several ranks that do not all call it.
 
-        Without it this rank would wait for the shards of others, and they for its next message.
+        Otherwise this rank would wait for other ranks' shards, and they for its next message.
         """
         placement, region = self._parts.placement, region_of(self._parts.model)
         is_alone = hook.first_only or name in _CALLED_BY_SOME
@@ -241,8 +245,8 @@ class Hooks:
         finally:
             region.axis.closed = ""
 
-    def _look_at(self, progress: Progress, result: StepResult | None = None) -> None:
-        """Show hooks what the run has come to."""
+    def _update_run(self, progress: Progress, result: StepResult | None = None) -> None:
+        """Update the `Run` that hooks get."""
         run, sampler = self._run, self._parts.sampler
         run.step, run.evaluated = progress.step, dict(progress.metrics)
         run.epoch = sampler.epoch(max(0, progress.step - 1))
@@ -257,10 +261,10 @@ class Hooks:
 
 @contextmanager
 def modes_kept(model: nn.Module, where: str) -> Iterator[None]:
-    """Refuse user code that leaves the model in evaluation mode, say, after looking at it.
+    """Refuse user code that leaves the model in another mode, such as evaluation mode.
 
     Raises:
-        TaskError: a module is in another mode than before; naming it.
+        TaskError: naming a module whose mode has changed.
     """
     before = [module.training for module in model.modules()]
     yield
@@ -274,7 +278,7 @@ def modes_kept(model: nn.Module, where: str) -> Iterator[None]:
 
 
 def optimizer_marks(optimizers: Sequence[optim.Optimizer]) -> list[object]:
-    """What changes when somebody changes hyperparameters or state of optimizers."""
+    """Values that change when hyperparameters or state of optimizers do."""
     groups = [
         {key: repr(value) for key, value in group.items() if key != "params"}
         for optimizer in optimizers
@@ -290,7 +294,7 @@ def optimizer_marks(optimizers: Sequence[optim.Optimizer]) -> list[object]:
 
 
 def changed_by_hook(what: str) -> str:
-    """What to say of a tensor that a hook has changed and must not."""
+    """The error message about a tensor that a hook has changed and must not."""
     return (
         f"{what} was changed; set `changes_model = True` on the hook's class, and let it run on "
         "every rank, in after_step or after_evaluation"

@@ -1,4 +1,4 @@
-"""`lockstep.log`: what a step as a whole has, such as a norm, a histogram or a picture."""
+"""`lockstep.log`: values of a step as a whole, such as a norm, a histogram or a picture."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_BYTES = 200
 
 
 class Logbook:
-    """Takes what is logged in a process, and emits it; it keeps nothing of it.
+    """Emits events for the values that a process logs.
 
     Args:
         emit: function that takes events.
@@ -35,7 +35,7 @@ class Logbook:
 
     @contextmanager
     def opened(self, step: int) -> Iterator[None]:
-        """Let `log` be called in here.
+        """Allow `log` within it.
 
         Args:
             step: number of optimizer steps that have been done.
@@ -52,7 +52,7 @@ class Logbook:
         if name not in self._names:
             check_name(name)
             self._names.add(name)
-        if kind is None and _is_number(value):  # what is logged in each step
+        if kind is None and _is_number(value):  # the frequent case
             number = value.item() if isinstance(value, Tensor) else value
             event = Logged(step=self._step, name=name, kind="scalar", value=number)
         else:
@@ -67,7 +67,7 @@ def _is_number(value: object) -> bool:
 
 
 _OPEN: ContextVar[Logbook | None] = ContextVar("lockstep.log", default=None)
-"""The logbook of the task or hook that this thread runs at the moment, if it may log."""
+"""The logbook of the task or hook that this thread runs, if it may log."""
 
 
 def log(name: str, value: Any, *, kind: Kind | None = None) -> None:
@@ -106,10 +106,10 @@ def log(name: str, value: Any, *, kind: Kind | None = None) -> None:
 
 
 def check_name(name: object) -> None:
-    """Refuse what is no name of something logged, and so no part of a path.
+    """Refuse names that cannot be part of a path.
 
     Raises:
-        TaskError: saying what a name is.
+        TaskError: saying what a name must be.
     """
     if (
         isinstance(name, str)

@@ -1,4 +1,4 @@
-"""What can be logged: values of each kind as plain data, and pictures as PNG files."""
+"""Logged values of each kind as plain data, and pictures as PNG files."""
 
 from __future__ import annotations
 
@@ -20,114 +20,20 @@ from lockstep.data.random import kept_generators
 from lockstep.engine.events import Logged, picture_path
 from lockstep.errors import TaskError
 
+KINDS = ("scalar", "text", "histogram", "image", "figure")
+NUM_BINS = 64
+_MOST_LETTERS = 1 << 16
+
+_CHUNK = 1 << 20
+"""Elements of a histogram that are counted at a time: a copy in float64 takes 8 MiB."""
+_MOST_PIXELS = 1 << 24
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
 _COLOURS = {1: 0, 3: 2, 4: 6}
 """The format's colour types by number of channels: grey, RGB, RGB with alpha."""
-_MOST_PIXELS = 1 << 24
 
 Pixels = NDArray[np.uint8]
 """Shape (height, width, channels), with 1, 3 or 4 channels."""
-
-
-def pixels(where: str, image: Tensor, channels_first: bool) -> Pixels:
-    """The pixels of a tensor.
-
-    Args:
-        where: what it is called, for messages.
-        image: shape HxW, HxWxC or CxHxW; uint8, or float in [0, 1], which is rounded to 1/255.
-        channels_first: whether it is CxHxW where it could be both.
-
-    Raises:
-        TaskError: it is empty, too large, of another dtype, or has other values.
-    """
-    _check_size(where, tuple(image.shape), image.numel())
-    if image.ndim == 2:
-        image = image[..., None]
-    elif image.shape[0] in _COLOURS and (channels_first or image.shape[2] not in _COLOURS):
-        image = image.permute(1, 2, 0)
-    if image.dtype == torch.uint8:
-        return np.ascontiguousarray(image.cpu().numpy())
-    if not image.is_floating_point():
-        raise TaskError(
-            f"{where}: an image of {image.dtype}; must be uint8, or float in [0, 1]: divide by "
-            "the greatest value"
-        )
-    image = image.to("cpu", torch.float64, copy=True)
-    if not bool(((image >= 0) & (image <= 1)).all()):
-        raise TaskError(
-            f"{where}: an image with values from {image.min().item():.6g} to "
-            f"{image.max().item():.6g}; those of floats must be in [0, 1]: clamp or scale it"
-        )
-    return np.ascontiguousarray((image * 255).round_().to(torch.uint8).numpy())
-
-
-def pixels_of_image(where: str, image: Any) -> Pixels:
-    """The pixels of a `PIL.Image.Image`: grey, RGB, or else RGB with alpha.
-
-    Raises:
-        TaskError: it is empty or too large, its pixels have more than 8 bits, or PIL cannot convert
-            it.
-    """
-    _check_size(where, (image.height, image.width), 4 * image.height * image.width)
-    if image.mode.startswith(("I", "F")):  # PIL would cut off what is above 255
-        raise TaskError(
-            f"{where}: an image of PIL of mode {image.mode}; must have 8 bits for each channel: "
-            "scale its values to [0, 1] and log them as an array"
-        )
-    try:
-        found = np.array(image if image.mode in ("L", "RGB", "RGBA") else image.convert("RGBA"))
-    except (OSError, ValueError) as error:
-        raise TaskError(f"{where}: an image of PIL that cannot be converted: {error}") from None
-    return found[..., None] if found.ndim == 2 else found
-
-
-def encoded(image: Pixels) -> bytes:
-    """A PNG file (W3C Portable Network Graphics, third edition, section 5).
-
-    Written here, since encoders of libraries differ in their bytes, and need not be installed.
-    """
-    height, width, channels = image.shape
-    lines = image.reshape(height, width * channels)
-    rows = np.zeros((height, 1 + width * channels), np.uint8)
-    rows[:, 0] = 2  # the filter Up: differences to the row above, which compress better
-    rows[0, 1:] = lines[0]
-    rows[1:, 1:] = lines[1:] - lines[:-1]
-    header = struct.pack(">IIBBBBB", width, height, 8, _COLOURS[channels], 0, 0, 0)
-    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 6)), (b"IEND", b""))
-    return _SIGNATURE + b"".join(
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        for kind, data in chunks
-    )
-
-
-def drawn(figure: Any) -> bytes:
-    """A `matplotlib.figure.Figure` as a PNG file; without time and version, as they differ."""
-    file = io.BytesIO()
-    with kept_generators():
-        figure.savefig(file, format="png", metadata={"Software": None})
-    return file.getvalue()
-
-
-def size_of(png: bytes) -> tuple[int, int]:
-    """Width and height of a PNG file, in pixels."""
-    width, height = struct.unpack(">II", png[16:24])
-    return width, height
-
-
-def _check_size(where: str, shape: tuple[int, ...], num_values: int) -> None:
-    if not 0 < num_values <= 4 * _MOST_PIXELS:
-        raise TaskError(
-            f"{where}: an image of shape {shape}; must have at least one pixel and at most "
-            f"{_MOST_PIXELS:,}"
-        )
-
-
-KINDS = ("scalar", "text", "histogram", "image", "figure")
-NUM_BINS = 64
-
-_MOST_LETTERS = 1 << 16
-_CHUNK = 1 << 20
-"""Elements of a histogram that are looked at together: a copy in float64 takes 8 MiB."""
 
 
 def logged(step: int, name: str, value: Any, kind: str | None) -> Logged:
@@ -137,10 +43,10 @@ def logged(step: int, name: str, value: Any, kind: str | None) -> Logged:
         step: number of optimizer steps that have been done.
         name: of the value.
         value: number, text, tensor, array or picture.
-        kind: one of `KINDS`; None where the value tells.
+        kind: one of `KINDS`; None to derive it from the value.
 
     Raises:
-        TaskError: the value is of no kind, of several, or not of this one.
+        TaskError: the value has no kind, several possible ones, or not this one.
     """
     where = f"lockstep.log({name!r})"
     if kind is not None and kind not in KINDS:
@@ -187,7 +93,7 @@ def histogram(values: Tensor) -> dict[str, Any]:
         if len(part):
             least, greatest = min(least, part.min().item()), max(greatest, part.max().item())
     counts = torch.zeros(NUM_BINS, dtype=torch.int64)
-    # The width of the widest range is no float64, and that of numbers near 0 has few digits.
+    # The width of the widest range overflows float64, and that of numbers near 0 loses digits.
     scale = 0.25 if greatest > 1 or least < -1 else 2.0**60
     width = greatest * scale - least * scale
     for part in parts if least <= greatest else ():
@@ -208,16 +114,35 @@ def histogram(values: Tensor) -> dict[str, Any]:
     }
 
 
+def encoded(image: Pixels) -> bytes:
+    """A PNG file (W3C Portable Network Graphics, third edition, section 5).
+
+    Written by hand: the encoders of libraries differ in their bytes, and may not be installed.
+    """
+    height, width, channels = image.shape
+    lines = image.reshape(height, width * channels)
+    rows = np.zeros((height, 1 + width * channels), np.uint8)
+    rows[:, 0] = 2  # filter type 2, Up: differences to the row above, which compress better
+    rows[0, 1:] = lines[0]
+    rows[1:, 1:] = lines[1:] - lines[:-1]
+    header = struct.pack(">IIBBBBB", width, height, 8, _COLOURS[channels], 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 6)), (b"IEND", b""))
+    return _SIGNATURE + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
+    )
+
+
 def _tensor(where: str, value: Any) -> Tensor | None:
     """The elements of a tensor or array, sharing its memory; None for other values.
 
     Raises:
-        TaskError: it has no elements that can be read, or they are no real numbers.
+        TaskError: its elements cannot be read, or are not real numbers.
     """
     if isinstance(value, (np.ndarray, np.generic)):
         if value.dtype.kind not in "buif":
             raise TaskError(f"{where}: is an array of {value.dtype}; must be of real numbers")
-        # A copy: torch takes neither read-only memory nor negative strides without a warning.
+        # A copy: torch warns about read-only memory, and does not support negative strides.
         is_whole = value.dtype.kind in "bi" or (value.dtype.kind == "u" and value.itemsize < 8)
         kind = np.uint8 if value.dtype == np.uint8 else np.int64 if is_whole else np.float64
         return torch.from_numpy(np.array(value, kind, order="C"))
@@ -233,10 +158,10 @@ def _tensor(where: str, value: Any) -> Tensor | None:
 
 
 def _kind(where: str, value: Any, array: Tensor | None) -> str:
-    """The kind that a value is of.
+    """The kind of a value.
 
     Raises:
-        TaskError: it may be several, or none.
+        TaskError: it has several possible ones, or none.
     """
     if isinstance(value, (bool, int, float)):
         return "scalar"
@@ -293,6 +218,13 @@ def _text(where: str, value: Any) -> str:
     return value if left <= 0 else f"{value[:_MOST_LETTERS]}… ({left:,} more characters)"
 
 
+def _wrong(where: str, kind: str, value: Any, wanted: str) -> TaskError:
+    shape = f" of shape {tuple(value.shape)}" if isinstance(value, (Tensor, np.ndarray)) else ""
+    return TaskError(
+        f"{where}: kind={kind!r}: is a {type(value).__name__}{shape}; must be {wanted}"
+    )
+
+
 def _picture(where: str, kind: str, value: Any, array: Tensor | None) -> bytes:
     """The content of a PNG file."""
     if kind == "figure":
@@ -310,8 +242,75 @@ def _picture(where: str, kind: str, value: Any, array: Tensor | None) -> bytes:
     return encoded(pixels(where, array, channels_first=isinstance(value, Tensor)))
 
 
-def _wrong(where: str, kind: str, value: Any, wanted: str) -> TaskError:
-    shape = f" of shape {tuple(value.shape)}" if isinstance(value, (Tensor, np.ndarray)) else ""
-    return TaskError(
-        f"{where}: kind={kind!r}: is a {type(value).__name__}{shape}; must be {wanted}"
-    )
+def drawn(figure: Any) -> bytes:
+    """A `matplotlib.figure.Figure` as a PNG file; without time and version, as they differ."""
+    file = io.BytesIO()
+    with kept_generators():
+        figure.savefig(file, format="png", metadata={"Software": None})
+    return file.getvalue()
+
+
+def pixels(where: str, image: Tensor, channels_first: bool) -> Pixels:
+    """The pixels of a tensor.
+
+    Args:
+        where: its name, for messages.
+        image: shape HxW, HxWxC or CxHxW; uint8, or float in [0, 1], which is rounded to 1/255.
+        channels_first: whether it is CxHxW where it could be both.
+
+    Raises:
+        TaskError: it is empty, too large, of another dtype, or has other values.
+    """
+    _check_size(where, tuple(image.shape), image.numel())
+    if image.ndim == 2:
+        image = image[..., None]
+    elif image.shape[0] in _COLOURS and (channels_first or image.shape[2] not in _COLOURS):
+        image = image.permute(1, 2, 0)
+    if image.dtype == torch.uint8:
+        return np.ascontiguousarray(image.cpu().numpy())
+    if not image.is_floating_point():
+        raise TaskError(
+            f"{where}: an image of {image.dtype}; must be uint8, or float in [0, 1]: divide by "
+            "the greatest value"
+        )
+    image = image.to("cpu", torch.float64, copy=True)
+    if not bool(((image >= 0) & (image <= 1)).all()):
+        raise TaskError(
+            f"{where}: an image with values from {image.min().item():.6g} to "
+            f"{image.max().item():.6g}; those of floats must be in [0, 1]: clamp or scale it"
+        )
+    return np.ascontiguousarray((image * 255).round_().to(torch.uint8).numpy())
+
+
+def pixels_of_image(where: str, image: Any) -> Pixels:
+    """The pixels of a `PIL.Image.Image`: grey, RGB, or else RGB with alpha.
+
+    Raises:
+        TaskError: it is empty or too large, its pixels have more than 8 bits, or PIL cannot convert
+            it.
+    """
+    _check_size(where, (image.height, image.width), 4 * image.height * image.width)
+    if image.mode.startswith(("I", "F")):  # PIL would clip values above 255
+        raise TaskError(
+            f"{where}: an image of PIL of mode {image.mode}; must have 8 bits for each channel: "
+            "scale its values to [0, 1] and log them as an array"
+        )
+    try:
+        found = np.array(image if image.mode in ("L", "RGB", "RGBA") else image.convert("RGBA"))
+    except (OSError, ValueError) as error:
+        raise TaskError(f"{where}: an image of PIL that cannot be converted: {error}") from None
+    return found[..., None] if found.ndim == 2 else found
+
+
+def size_of(png: bytes) -> tuple[int, int]:
+    """Width and height of a PNG file, in pixels."""
+    width, height = struct.unpack(">II", png[16:24])
+    return width, height
+
+
+def _check_size(where: str, shape: tuple[int, ...], num_values: int) -> None:
+    if not 0 < num_values <= 4 * _MOST_PIXELS:
+        raise TaskError(
+            f"{where}: an image of shape {shape}; must have at least one pixel and at most "
+            f"{_MOST_PIXELS:,}"
+        )

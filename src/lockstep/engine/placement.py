@@ -1,4 +1,4 @@
-"""Where this rank is on the mesh, and the transports between the ranks of each axis."""
+"""The place of this rank on the mesh, and the transports between the ranks of each axis."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class StageOrder:
-    """Has a rank compute its stages in turn, and give others what they need of it meanwhile."""
+    """Computes the stages of a rank in turn, and takes part in collectives of others meanwhile."""
 
     def __init__(self, model: nn.Module, num_depths: int) -> None:
         """Compute the whole model at once, until its `axis` says otherwise.
@@ -42,10 +42,10 @@ class StageOrder:
         self._num_depths = num_depths
 
     def of(self, batches: Iterable[T], storage: Transport) -> Iterator[T]:
-        """The batches, each once for each stage of this rank, which computes that one then.
+        """The batches, each once for each stage of this rank, which computes that stage then.
 
-        While only other ranks have some left, they get what they need of this one. With parameters
-        in slices a collective of the column, between any two batches too.
+        While only other ranks have some left, this one takes part in their collectives. With
+        parameters in slices a collective of the column, also between any two batches.
 
         Args:
             batches: batches of an evaluation.
@@ -76,18 +76,18 @@ class StageOrder:
             for stage in stages:
                 _, is_last = self.enter(stage)
                 for item in group:
-                    # An evaluation may change its batch, and each stage has it from the beginning.
+                    # A stage may change its batch, and the next one needs it unchanged.
                     yield item if is_last else copy.deepcopy(item)
             self.finish()
 
     def skip_forward(self) -> None:
-        """Give others what they need of this rank in a forward pass of an evaluation."""
+        """Take part in the collectives of a forward pass of other ranks in an evaluation."""
         if isinstance(self._model, Pipeline) and self._model.storage is not None:
             with torch.no_grad():
                 self._model.storage.skip_forward()
 
     def enter(self, stage: int) -> tuple[bool, bool]:
-        """Compute a stage of this rank; returns whether it is the first, and the last of its."""
+        """Begin a stage of this rank; returns whether it is its first one, and its last one."""
         axis = self._model.axis if isinstance(self._model, Pipeline) else None
         if axis is None:
             return True, True
@@ -95,7 +95,7 @@ class StageOrder:
         return stage == axis.own_stages[0], stage == axis.own_stages[-1]
 
     def finish(self) -> None:
-        """Return when all that this rank has sent to other stages has been."""
+        """Wait until everything that this rank sends to other stages is sent."""
         if isinstance(self._model, Pipeline) and self._model.axis is not None:
             self._model.axis.finish()
 
@@ -105,25 +105,25 @@ class Placement:
 
     Attributes:
         world: transport between all ranks.
-        data: transport between the ranks of this one's column, which hold the same parameters.
+        data: transport between the ranks of this one's column, which own the same parameters.
         replica: transport between the ranks of this one's replica, in the order of columns.
         features: transport between those of them that are of the same stage.
-        depth: transport between those of them that hold the same shards.
-        storage: transport between the ranks of this one's column for what they do inside of a step.
+        depth: transport between those of them that own the same shards.
+        storage: transport between the ranks of this one's column for collectives within a step.
         hosts: hosts of the ranks of this one's column, or why gradients are not summed host by
-            host; empty where there is no question of it.
+            host; empty if that is not configured.
         mesh: place of every rank.
         num_shards: number of shards of each layer that is cut.
-        stages: range of blocks of each stage; of a model that is no pipeline a single one.
-        turns: has this rank compute its stages one after another.
-        in_slices: whether a rank has whole parameters of a block only while it computes it.
+        stages: range of blocks of each stage; a single one if the model is not a pipeline.
+        turns: computes the stages of this rank one after another.
+        in_slices: whether a rank has whole parameters of a block only while it computes the block.
         step: number of the step that is computed, for faults.
     """
 
     def __init__(
         self, config: TrainConfig, runtime: Runtime, model: nn.Module, stages: Sequence[Range]
     ) -> None:
-        """Compute everything in this process, until `arrange` is called."""
+        """Begin with all of the model on this rank, until `arrange` is called."""
         self.world = self.data = self.replica = runtime.transport
         self.features = self.depth = self.storage = runtime.transport
         self._runtime = runtime
@@ -140,7 +140,7 @@ class Placement:
         self.in_slices = config.shards_parameters
         is_cpu = runtime.device.type == "cpu"
         self._shares_memory = config.exchange != "messages" and is_cpu
-        # Rounds have no nodes of ranks, and what is compressed is added up in its own ways.
+        # Reductions in rounds have no nodes of ranks, and compressed gradients have other sums.
         self._sums_by_host = (
             config.exchange in ("auto", "hierarchical")
             and is_cpu
@@ -155,17 +155,17 @@ class Placement:
 
     @property
     def is_split(self) -> bool:
-        """Whether the model is shared out over several ranks."""
+        """Whether each rank has only a part of the model."""
         return self._num_columns > 1
 
     @property
     def are_coupled(self) -> bool:
-        """Whether ranks wait for one another inside of a step, not only at its end."""
+        """Whether ranks wait for one another within a step, not only at its end."""
         return self.is_split or self._in_rounds
 
     @property
     def late_blocks(self) -> set[int]:
-        """Blocks whose gradients are there at the end of a backward pass only."""
+        """Blocks whose gradients are complete only at the end of a backward pass."""
         ties = self._model.ties if isinstance(self._model, Pipeline) else ()
         return {tie.first for tie in ties}
 
@@ -182,7 +182,7 @@ class Placement:
 
     @property
     def replica_number(self) -> int:
-        """The number of this rank's replica; as many as there are for one that fills none."""
+        """The number of this rank's replica; the number of replicas for a spare rank."""
         for number, ranks in enumerate(self.mesh.replicas):
             if self.world.rank in ranks:
                 return number
@@ -190,13 +190,13 @@ class Placement:
 
     @property
     def own(self) -> Holding:
-        """The blocks and shards that this rank holds."""
+        """The blocks and shards that this rank owns."""
         if self.column == NEW:
             return Holding((Range(0, self.stages[-1].last),), Range(0, self.num_shards))
         return self.held_by(self.column)
 
     def held_by(self, column: int) -> Holding:
-        """The blocks and shards that the ranks of a column hold."""
+        """The blocks and shards that the ranks of a column own."""
         depth, place = divmod(column, self._tp)
         blocks = tuple(self.stages[depth :: self._pp])
         return Holding(blocks, split(self.num_shards, self._tp)[place])
@@ -205,13 +205,13 @@ class Placement:
         """The unit of a buffer, by its name."""
         return Unit(self._model.block_of(name)) if isinstance(self._model, Pipeline) else Unit()
 
-    def holder(self, unit: Unit) -> int:
-        """The first column that holds a unit; the rank among `replica`, too."""
+    def owner_column(self, unit: Unit) -> int:
+        """The first column that owns a unit; also its rank in `replica`."""
         return next(c for c in range(self._num_columns) if self.held_by(c).has(unit))
 
     def lowest_rank(self, unit: Unit) -> int:
-        """The lowest rank of the column that `holder` names."""
-        return 0 if self.column == NEW else self.mesh.members(self.holder(unit))[0]
+        """The lowest rank of the column that `owner_column` returns."""
+        return 0 if self.column == NEW else self.mesh.members(self.owner_column(unit))[0]
 
     @property
     def are_scored(self) -> bool:
@@ -220,11 +220,11 @@ class Placement:
 
     @property
     def scoring(self) -> int:
-        """The lowest rank of those that compute losses: of the last stage."""
+        """The lowest rank of the last stage, which computes losses."""
         return self.mesh.members(self._num_columns - 1)[0]
 
     def arrange(self) -> None:
-        """Give every rank a place, and connect them, as all begin; a collective."""
+        """Give every rank its first place, and connect the ranks; a collective."""
         self.mesh = self._begun(self.world.size, self._tp, self._pp)
         self.connect()
 
@@ -255,7 +255,7 @@ class Placement:
         self._connect_axes()
 
     def _connect_axes(self) -> None:
-        """Make the transports of the axes, where they were given up too; a collective."""
+        """Make the transports of the axes, also after they were given up; a collective."""
         mesh = self.mesh
         columns = [mesh.members(column) for column in range(mesh.num_columns)]
         if self._in_rounds:
@@ -280,18 +280,18 @@ class Placement:
             self._compute_here()
 
     def _compute_here(self) -> None:
-        """Have the model compute the blocks and shards of this rank."""
+        """Set the model up to compute the blocks and shards of this rank."""
         axis = ShardAxis(self.num_shards, self.features if self._tp > 1 else None)
         if self.num_shards > 1:
             compute_in(self._model, Region(axis, self._at))
         if isinstance(self._model, Pipeline) and self._pp > 1:
             device = self._runtime.device
             self._model.axis = DepthAxis(self.stages, self.depth, device, self._at)
-            # Messages of a step that was given up may still be read from the memory they hold.
+            # Kept alive: messages of a step that was given up may still be sent from their memory.
             self._axes.append(self._model.axis)
 
     def refresh(self) -> None:
-        """Have each stage have what it uses of other stages' parameters; a collective."""
+        """Copy the parameters that a stage uses of other stages to it; a collective."""
         if not (isinstance(self._model, Pipeline) and self.are_staged):
             return
         axis, ties, storage = self._model.axis, self._model.ties, self._model.storage
@@ -303,12 +303,12 @@ class Placement:
 
     def passes(self, microbatches: Assigned) -> Sequence[Pass]:
         """The forward and backward passes of this rank, of its replica's microbatches."""
-        # Of spares too, who do in each of them what others of their stage need.
+        # Spare ranks have them too: they take part in the collectives of their stage.
         place = 0 if self.column == NEW else self.column // self._tp
         return one_forward_one_backward(microbatches, place, self._pp, self._interleave)
 
     def give_up(self) -> None:
-        """Have the ranks that wait for this one inside of a step notice that it has failed."""
+        """Tell the ranks that wait for this one within a step that it has failed."""
         waiting = [self.replica, self.features, self.depth] if self.is_split else []
         if self._in_rounds:
             waiting.append(self.storage)
@@ -319,7 +319,7 @@ class Placement:
         """The result of what the ranks of a replica compute together.
 
         Raises:
-            Exception: what `compute` raises; the others then get `GroupBroken`.
+            Exception: raised by `compute`; the other ranks then get `GroupBroken`.
         """
         try:
             return compute()
@@ -333,7 +333,7 @@ class Placement:
             self._connect_axes()
 
     def of_column(self, of_ranks: Sequence[Assigned]) -> list[Assigned]:
-        """Of ranges for all ranks, those of this rank's column."""
+        """Those of all ranks' ranges that belong to this rank's column."""
         if not self.is_split or self.column == NEW:
             return list(of_ranks)
         return [of_ranks[rank] for rank in self.mesh.members(self.column)]

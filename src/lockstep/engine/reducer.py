@@ -1,4 +1,4 @@
-"""Sums of gradients that do not depend on the number of ranks, for training loops of one's own."""
+"""Sums of gradients that do not depend on the number of ranks, for custom training loops."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lockstep.parallel.reduction import OrderedReduction
 
 
 class BorrowedGroup(GroupTransport):
-    """A process group of torch.distributed that somebody else destroys."""
+    """A process group of torch.distributed that its owner destroys."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         """Use a group.
@@ -46,7 +46,7 @@ class BorrowedGroup(GroupTransport):
         """Nothing to do."""
 
 
-def borrowed(group: Any, device: torch.device) -> Transport:
+def transport_over(group: Any, device: torch.device) -> Transport:
     """A transport over a group.
 
     Args:
@@ -134,7 +134,7 @@ class Reducer:
             )
         device = devices.pop()
         try:
-            self._transport = borrowed(group, device)
+            self._transport = transport_over(group, device)
         except TypeError as error:
             raise ConfigError(
                 f"Reducer: group: is {error}; must be a torch.distributed.ProcessGroup, an "
@@ -238,7 +238,7 @@ class Reducer:
         if not is_complete:
             self._fill_up()
         self._reduction.reduce()
-        # So that another call does not give the same sums again for a step without microbatches.
+        # Otherwise another call without microbatches would return the same sums again.
         self._reduction.restart()
         self._num_added = 0
         late = [
@@ -266,7 +266,7 @@ class Reducer:
             parameter.grad = None
 
     def _fill_up(self) -> None:
-        """Add empty microbatches, so that this rank takes part and all ranks hear of it."""
+        """Add empty microbatches, so that this rank takes part and all ranks raise the error."""
         nothing = torch.zeros(1 + len(self._names), dtype=torch.float64, device=self._device)
         for _ in range(self._num_added, len(self._mine)):
             self._reduction.fold.add([None] * len(self._order), nothing)

@@ -25,11 +25,11 @@ NUM_BYTES = 24
 
 
 class Heartbeat:
-    """Counts what this process gets done, and says whether it waits for other ranks.
+    """Counts the progress of this process, and tells whether it waits for other ranks.
 
-    Three integers of 64 bits: beats, whether it is waiting, whether it has got going.
+    Three integers of 64 bits: beats, whether it is waiting, whether it is armed.
 
-    The memory becomes a file with the first use of `fd`: most processes are not watched.
+    The memory becomes a file at the first use of `fd`: most processes are not watched.
     """
 
     def __init__(self) -> None:
@@ -53,31 +53,31 @@ class Heartbeat:
         return self._fd
 
     def beat(self) -> None:
-        """Note that something was done."""
+        """Note progress."""
         self._memory[0] += 1
 
     def wait(self) -> None:
-        """Note that from now on this process may stand still because of other ranks."""
+        """Note that from now on this process may wait for other ranks."""
         self._memory[1] = 1
 
     def go(self) -> None:
-        """Note that from now on it works by itself again."""
+        """Note that it no longer waits for them."""
         self._memory[0] += 1
         self._memory[1] = 0
 
     def arm(self) -> None:
-        """Note that it has got going: from now on, a long time without a beat is a hang."""
+        """Note that from now on, a long time without a beat is a hang."""
         self._memory[2] = 1
 
 
 T = TypeVar("T")
 
 Raised = Exception | SystemExit
-"""Exceptions of user code that are caught; leaving one rank by `sys.exit` would hang the others."""
+"""Exceptions of user code that are caught: `sys.exit` on one rank would hang the others."""
 
 
 def nothing_after_step(step: int) -> None:
-    """Do nothing: nobody listens for committed steps."""
+    """Do nothing after a committed step."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Runtime:
         stop_reason: function that returns why the run should end after this step, if it should.
         take_over: function that makes this process, now rank 0, the one that shows and stores.
         at: function that is called at each moment of a step, see `faults.Moment`.
-        heartbeat: tells the watchdog that this process is alive.
+        heartbeat: heartbeat of this process, for its watchdog.
         on_step: function that is called with the number of committed steps, after each of them.
     """
 
@@ -120,7 +120,7 @@ class Runtime:
         return self.transport.rank == 0
 
     def emit(self, event: Event) -> None:
-        """Tell the listeners; every rank does, for any of them may become rank 0."""
+        """Pass an event to the listener; on every rank, for any of them may become rank 0."""
         self.listen(event)
 
 
@@ -143,7 +143,7 @@ def on_first(transport: Transport, action: Callable[[], Any]) -> Any:
 
 
 def everywhere(transport: Transport, action: Callable[[], T]) -> T:
-    """The result of `action`, which every rank runs without talking to others.
+    """The result of `action`, which every rank runs without communication.
 
     Raises:
         LockstepError: on every rank, if any raised an exception.
@@ -166,15 +166,15 @@ def shared_error(
     """The error of the first rank that has one, the same on every rank; a collective.
 
     Raises:
-        GroupBroken: all that ranks have to say is that a subgroup of them was given up.
+        GroupBroken: the only error on all ranks is that a subgroup was given up.
     """
-    return shared_words(transport, error, "")[0]
+    return shared_texts(transport, error, "")[0]
 
 
-def shared_words(
-    transport: Transport, error: Exception | SystemExit | None, word: str
+def shared_texts(
+    transport: Transport, error: Exception | SystemExit | None, text: str
 ) -> tuple[LockstepError | None, list[str]]:
-    """As `shared_error`, with a word of each rank, by rank; a collective."""
+    """As `shared_error`, with a text of each rank, by rank; a collective."""
     mine: list[str] = []
     if isinstance(error, GroupBroken):
         mine = [GroupBroken.__name__, str(error)]
@@ -192,9 +192,9 @@ def shared_words(
         trace = shortened("".join(traceback.format_exception(error)).rstrip())
         mine = [TaskFailure.__name__, f"rank {transport.rank} raised an exception\n{trace}"]
         _release(error)
-    everyone = transport.gather_json([mine, word])
+    everyone = transport.gather_json([mine, text])
     said = [e for e, _ in everyone if e]
-    # Who waited in vain for a rank that has failed has nothing to tell beside that rank.
+    # The error of a rank that has failed explains those of the ranks that waited for it.
     first = next((e for e in said if e[0] != GroupBroken.__name__), None)
     if said and first is None:
         raise GroupBroken(said[0][1])
@@ -207,11 +207,10 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _release(error: BaseException | None) -> None:
-    """Free what an exception holds on to by the frames of its traceback.
+    """Free the local variables in the frames of an exception's traceback.
 
-    That is all that the failed code was at work with, such as activations and data loaders. Workers
-    of a loader that is only found by the garbage collector would live on; and it might find it in
-    a process that is forked later, where that raises an error.
+    Activations and data loaders are among them. Workers of a loader that only the garbage collector
+    frees would live on; and it might free it in a process that is forked later, which is an error.
     """
     seen: set[int] = set()  # an exception may be its own cause
     waiting = [error]
@@ -224,13 +223,13 @@ def _release(error: BaseException | None) -> None:
 
 
 def check_can_regroup(transport: Transport, loss: GroupBroken) -> None:
-    """Refuse to go on after a loss where the transport can't.
+    """Refuse to go on after a loss if the transport cannot.
 
     Raises:
-        RankFailure: it can't.
+        RankFailure: it cannot.
     """
     if not transport.can_regroup:
-        # Nobody waits for this rank any more: the group is broken for all.
+        # On all ranks, without a collective: the group is broken for all of them.
         raise shared(
             RankFailure(
                 f"a rank has died or does not answer ({loss}); go on from the newest checkpoint "
@@ -240,6 +239,6 @@ def check_can_regroup(transport: Transport, loss: GroupBroken) -> None:
 
 
 def _error(kind: str, message: str) -> LockstepError:
-    """The error of a kind, by its class's name, on all ranks."""
+    """The error of a class, by its name, that all ranks raise."""
     error_class: type[LockstepError] = getattr(errors, kind, LockstepError)
     return shared(error_class(message))

@@ -1,8 +1,10 @@
-"""What a rank has spent, in seconds by kind of work, and what the machine says of it."""
+"""Seconds that a rank has spent by kind of work, and its use of cores, memory and the network."""
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from time import perf_counter
 from typing import NamedTuple
@@ -12,13 +14,13 @@ from lockstep.comm.transport import Traffic
 _KIB = 1024
 """Bytes of the unit in which Linux counts memory."""
 _IDLE = (3, 4)
-"""Columns of a line of /proc/stat that are no work: idle, and waiting for a disk."""
+"""Columns of a line of /proc/stat that are not work: idle, and waiting for a disk."""
 _GUESTS = 8
-"""Columns of a line of /proc/stat that count; those of guests are in others already."""
+"""Number of columns of a line of /proc/stat that count: those of guests are in others already."""
 _EVERY_S = 0.25
 """Reading /proc takes longer than all the rest, so it is not done in every step."""
 _SOON_S = 0.005
-"""Asking the system takes some microseconds: a part of a short step, but none of a long one."""
+"""A system call takes some microseconds, which counts in a short step, but not in a long one."""
 
 
 class Usage(NamedTuple):
@@ -26,12 +28,12 @@ class Usage(NamedTuple):
 
     Attributes:
         cpu_s: seconds that all threads of this process have computed.
-        cores_s: seconds that anybody has computed on the cores that it may run on; as of a moment
+        cores_s: seconds of work of any process on the cores that it may run on; as of a moment
             ago. 0 where the system does not say.
         faults: page faults that had to read from a disk.
-        preemptions: how often the process had to leave a core to somebody else.
-        peak_bytes: the most memory that it has had; as of a moment ago where a larger process has
-            started it.
+        preemptions: how often another process has taken a core from it.
+        peak_bytes: its greatest memory so far; as of a moment ago if a larger process has started
+            it.
         swapped_bytes: memory that is swapped out; as of a moment ago.
     """
 
@@ -43,24 +45,15 @@ class Usage(NamedTuple):
     swapped_bytes: int
 
 
-class _Memory(NamedTuple):
-    """What Linux says of the memory of this process; 0 where it does not."""
-
-    peak_bytes: int = 0
-    swapped_bytes: int = 0
-
-
 class UsageMeter:
     """Reads counters."""
 
-    __slots__ = ("_cores_s", "_inherited", "_memory", "_newest", "_newest_at", "_read_at")
-
     def __init__(self) -> None:
         self._cores_s, self._read_at = 0.0, -_EVERY_S
-        self._memory = _memory()
-        # The system's peak of a process is that of the one that started it, if that was larger.
+        self._peak_bytes, self._swapped_bytes = _memory()
+        # `ru_maxrss` of a process is that of the one that started it, if that was larger.
         self._inherited = getrusage(RUSAGE_SELF).ru_maxrss * _KIB
-        if self._inherited <= self._memory.peak_bytes or not self._memory.peak_bytes:
+        if self._inherited <= self._peak_bytes or not self._peak_bytes:
             self._inherited = 0
         self._newest_at = perf_counter()
         self._newest = self._counters(self._newest_at)
@@ -75,12 +68,17 @@ class UsageMeter:
     def _counters(self, now: float) -> Usage:
         used = getrusage(RUSAGE_SELF)
         if now - self._read_at >= _EVERY_S:
-            self._cores_s, self._memory, self._read_at = _work_of_cores(), _memory(), now
-        cpu_s = used.ru_utime + used.ru_stime
-        faults, preemptions, peak = used.ru_majflt, used.ru_nivcsw, used.ru_maxrss * _KIB
-        if peak <= self._inherited:
-            peak = self._memory.peak_bytes
-        return Usage(cpu_s, self._cores_s, faults, preemptions, peak, self._memory.swapped_bytes)
+            self._cores_s, self._read_at = _work_of_cores(), now
+            self._peak_bytes, self._swapped_bytes = _memory()
+        peak = used.ru_maxrss * _KIB
+        return Usage(
+            cpu_s=used.ru_utime + used.ru_stime,
+            cores_s=self._cores_s,
+            faults=used.ru_majflt,
+            preemptions=used.ru_nivcsw,
+            peak_bytes=peak if peak > self._inherited else self._peak_bytes,
+            swapped_bytes=self._swapped_bytes,
+        )
 
 
 def counted_cores() -> int:
@@ -107,28 +105,26 @@ def _work_of_cores() -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _memory() -> _Memory:
+def _memory() -> tuple[int, int]:
+    """Peak and swapped-out memory of this process in bytes; 0 where the system does not say."""
     found = {"VmHWM": 0, "VmSwap": 0}
-    try:
-        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
-            for line in file:
-                name, _, rest = line.partition(":")
-                if name in found:
-                    found[name] = int(rest.split()[0]) * _KIB
-    except (OSError, ValueError):
-        return _Memory()
-    return _Memory(found["VmHWM"], found["VmSwap"])
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/self/status").read_text(errors="replace").splitlines():
+            name, _, rest = line.partition(":")
+            if name in found:
+                found[name] = int(rest.split()[0]) * _KIB
+    return found["VmHWM"], found["VmSwap"]
 
 
 class Times(NamedTuple):
-    """What a rank has spent; the first fields as in `Stopwatch`.
+    """What a rank has spent; the first fields are those of `Stopwatch`, the next ones of `Usage`.
 
     Attributes:
         cpu_s: seconds that all its threads have computed.
-        cores_s: seconds that anybody has computed on the cores that it may run on.
+        cores_s: seconds of work of any process on the cores that it may run on.
         faults: page faults that had to read from a disk.
-        preemptions: how often it had to leave a core to somebody else.
-        peak_bytes: the most memory that it has had so far.
+        preemptions: how often another process has taken a core from it.
+        peak_bytes: its greatest memory so far.
         swapped_bytes: memory that is swapped out at the moment.
         num_calls: collectives, and messages sent or received; see `Traffic`.
         sent_bytes: bytes for other ranks.
@@ -150,7 +146,7 @@ class Times(NamedTuple):
     received_bytes: float = 0.0
 
     def plus(self, other: Times) -> Times:
-        """Both together; of memory, the greater one."""
+        """The sum of both; of memory, the maximum."""
         both = Times(*(one + more for one, more in zip(self, other, strict=True)))
         return both._replace(
             peak_bytes=max(self.peak_bytes, other.peak_bytes),
@@ -158,7 +154,7 @@ class Times(NamedTuple):
         )
 
     def since(self, before: Times) -> Times:
-        """What was spent since `before`; memory is what it is."""
+        """What was spent since `before`; of memory, the present values."""
         spent = Times(*(now - then for now, then in zip(self, before, strict=True)))
         return spent._replace(peak_bytes=self.peak_bytes, swapped_bytes=self.swapped_bytes)
 
@@ -176,18 +172,6 @@ class Stopwatch:
         traffic: counters of the transport of all ranks.
     """
 
-    __slots__ = (
-        "_before",
-        "_before_traffic",
-        "_meter",
-        "_traffic",
-        "checkpoint_s",
-        "communication_s",
-        "compute_s",
-        "data_s",
-        "now",
-    )
-
     def __init__(self, traffic: Traffic | None = None) -> None:
         self.now = perf_counter()
         self._traffic = traffic or Traffic()
@@ -197,9 +181,7 @@ class Stopwatch:
     def restart(self) -> None:
         """Set all sums to zero."""
         self.compute_s = self.communication_s = self.data_s = self.checkpoint_s = 0.0
-        self._before = self._meter.read()
-        traffic = self._traffic
-        self._before_traffic = (traffic.num_calls, traffic.sent_bytes, traffic.received_bytes)
+        self._before = self._totals(is_exact=True)
 
     def start(self) -> None:
         """Begin to measure: the next `lap` counts from here."""
@@ -212,25 +194,22 @@ class Stopwatch:
         return self.now - before
 
     def times(self, is_exact: bool = True) -> Times:
-        """All four sums, and what the process has used and said meanwhile.
+        """All four sums, and what the process has used and sent meanwhile.
 
         Args:
             is_exact: whether the process's counters are read now; else as `UsageMeter.read` says.
         """
-        now, before = self._meter.read(is_exact), self._before
-        traffic, (num_calls, sent_bytes, received_bytes) = self._traffic, self._before_traffic
+        return self._totals(is_exact).since(self._before)
+
+    def _totals(self, is_exact: bool) -> Times:
+        """As `times`, but counted since the process was started."""
         return Times(
             self.compute_s,
             self.communication_s,
             self.data_s,
             self.checkpoint_s,
-            now.cpu_s - before.cpu_s,
-            now.cores_s - before.cores_s,
-            now.faults - before.faults,
-            now.preemptions - before.preemptions,
-            now.peak_bytes,
-            now.swapped_bytes,
-            traffic.num_calls - num_calls,
-            traffic.sent_bytes - sent_bytes,
-            traffic.received_bytes - received_bytes,
+            *self._meter.read(is_exact),
+            self._traffic.num_calls,
+            self._traffic.sent_bytes,
+            self._traffic.received_bytes,
         )

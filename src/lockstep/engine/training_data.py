@@ -1,4 +1,4 @@
-"""The training split of a task, in the order in which a run goes through it."""
+"""The training split of a task, its batches, and the order of its samples."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lockstep.errors import ConfigError, DataError, TaskError
 def training_data(
     task: Task, config: TrainConfig, device: torch.device
 ) -> tuple[BatchLayout, BatchSource, str | None]:
-    """The batches of a run, what fetches them, and a digest of the task's own order of samples.
+    """The layout of batches, their loader, and a digest of the task's own order of samples.
 
     Raises:
         LockstepError: the task's data cannot be trained on with this config.
@@ -64,7 +64,7 @@ def training_data(
 def _stream(
     task: Task, config: TrainConfig, device: torch.device, dataset: Any
 ) -> tuple[BatchLayout, BatchSource]:
-    """The batches of a stream, and what reads them.
+    """The layout of a stream's batches, and their loader.
 
     Raises:
         LockstepError: the stream cannot be trained on with this config.
@@ -101,7 +101,7 @@ def _stream(
 def _own_order(
     task: Task, config: TrainConfig, num_samples: int
 ) -> tuple[Order | None, int, str | None]:
-    """The order that a task gives, if it gives one, how many samples it has, and its digest."""
+    """The task's own order, if any, the number of samples in it, and its digest."""
     if not num_samples:
         return None, 0, None
     weights = task.sample_weights()

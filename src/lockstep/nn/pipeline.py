@@ -33,9 +33,9 @@ class StageDone(BaseException):
         self.outputs = outputs
         self._axis = axis
 
-    def pass_on(self) -> None:
+    def send(self) -> None:
         """Begin to send the outputs to the next stage; `DepthAxis.finish` must follow."""
-        self._axis.pass_on(self.outputs)
+        self._axis.send_outputs(self.outputs)
 
 
 class Pipeline(nn.Sequential):
@@ -95,7 +95,7 @@ class Pipeline(nn.Sequential):
         self._check_calls()
         key = torch.initial_seed()
         if not self.axis.is_first:
-            self.inputs = self.axis.take_over()
+            self.inputs = self.axis.receive_inputs()
             inputs = tuple(_boundary(x, None) for x in self.inputs)
         outputs = self._through(range(*self.axis.own), inputs, key)
         if not self.axis.is_last:
@@ -119,11 +119,11 @@ class Pipeline(nn.Sequential):
             if self.storage is not None:
                 self.storage.reshard(number)
             if number < len(self) - 1:
-                inputs = self._passed_on(outputs, number, key is not None)
+                inputs = self._to_next_block(outputs, number, key is not None)
                 outputs = inputs
         return outputs
 
-    def _passed_on(self, outputs: Any, number: int, is_in_run: bool) -> tuple[Tensor, ...]:
+    def _to_next_block(self, outputs: Any, number: int, is_in_run: bool) -> tuple[Tensor, ...]:
         state, name = _state(outputs), list(self._modules)[number]
         for value in state:
             if not isinstance(value, Tensor):

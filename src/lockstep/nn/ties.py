@@ -191,10 +191,10 @@ class Ties:
 
 def _role(tie: Tie, axis: DepthAxis) -> tuple[_Role, int]:
     """What this rank does about a tied parameter, and the place that it does this with."""
-    if axis.num_places > 1 and tie.is_used:
-        trains, uses = axis.place_of(tie.first), axis.place_of(tie.block)
-        if trains != uses and axis.place == trains:
+    if axis.size > 1 and tie.is_used:
+        trains, uses = axis.rank_of(tie.first), axis.rank_of(tie.block)
+        if trains != uses and axis.rank == trains:
             return "trains", uses
-        if trains != uses and axis.place == uses:
+        if trains != uses and axis.rank == uses:
             return "uses", trains
-    return "alone", axis.place
+    return "alone", axis.rank

@@ -1,14 +1,14 @@
 """Events in; console, CSV, JSONL, TensorBoard and result files out.
 
-The engine emits events (`lockstep.engine.events`) on every rank, to its `EventHub`. That of rank 0
-shows and stores them by what `open_sinks` opens; the others remember the newest, for any of them
-may become rank 0. In a run directory there are then:
+The engine emits events (`lockstep.engine.events`) on every rank, to its `EventHub`. The hub of rank
+0 shows and stores them with the sinks of `open_sinks`; the others keep the newest events, since any
+of them may become rank 0. A run directory then contains:
 
     events.jsonl    every event, in order, over all sessions of the run
     metrics.csv     the curves, free of steps that a resumed run did again
     logged/         pictures of `lockstep.log`
-    tensorboard/    the curves for TensorBoard, if asked for
-    trackers/       what trackers keep that were asked for
+    tensorboard/    the curves for TensorBoard, if requested
+    trackers/       files of the requested trackers
     result.json     how the run ended
 """
 
@@ -22,46 +22,19 @@ from typing import Any
 from lockstep.observe.showing.console import ConsoleView, QuietView
 from lockstep.observe.showing.notebook import NotebookView, in_notebook
 from lockstep.observe.sink import EventHub, Sink, Sinks
-from lockstep.observe.step_costs import Measured, Predicted, StepCost, StepMeter
+from lockstep.observe.step_costs import Measured, Predicted, StepCost
 from lockstep.observe.storing.files import Pictures
-from lockstep.observe.storing.jsonl import (
-    EventsJsonl,
-    end_of_events,
-    event_from_row,
-    follow_events,
-    read_events,
-)
+from lockstep.observe.storing.jsonl import EventsJsonl, read_events
 from lockstep.observe.storing.metrics_csv import MetricsCsv
-from lockstep.observe.storing.result import ResultJson, cost_of, read_result
+from lockstep.observe.storing.result import ResultJson, read_result
+from lockstep.observe.storing.rows import event_from_row
 from lockstep.observe.storing.tensorboard import TensorBoard
 from lockstep.observe.trackers.tracker_sink import TrackerSink
 
 __all__ = [
-    "ConsoleView",
-    "EventHub",
-    "EventsJsonl",
-    "Measured",
-    "MetricsCsv",
-    "NotebookView",
-    "Pictures",
-    "Predicted",
-    "QuietView",
-    "ResultJson",
-    "Sink",
-    "Sinks",
-    "StepCost",
-    "StepMeter",
-    "TensorBoard",
-    "TrackerSink",
-    "cost_of",
-    "end_of_events",
-    "event_from_row",
-    "follow_events",
-    "open_sinks",
-    "read_events",
-    "read_result",
-    "view",
-]
+    "EventHub", "Measured", "Predicted", "Sinks", "StepCost", "event_from_row", "open_sinks",
+    "read_events", "read_result", "view",
+]  # fmt: skip
 
 
 def open_sinks(
@@ -76,16 +49,16 @@ def open_sinks(
     per_rank: bool = False,
     verbose: bool = False,
 ) -> Sinks:
-    """All that shows and stores a run; for rank 0, closed at the end of a `with` block.
+    """Opens all that shows and stores a run on rank 0; closed at the end of a `with` block.
 
-    A run that goes on from a checkpoint uses the same files. The step it goes on from is that of
-    its `RunStarted`: curves of later steps are removed then, since they come again.
+    A run that resumes from a checkpoint uses the same files. The step that it resumes from is that
+    of its `RunStarted`: curves of later steps are then removed, since they come again.
 
     Args:
-        run_dir: path of the run directory; created if it is not there.
+        run_dir: path of the run directory; created if it does not exist.
         tensorboard: whether to write TensorBoard event files.
         console: whether to show the run on standard output.
-        trackers: names of experiment trackers that get curves and pictures.
+        trackers: names of experiment trackers that receive curves and pictures.
         params: keys of the config with their values, for trackers.
         quiet: whether to show warnings and how the run ended only.
         resumable: whether `lockstep resume` can go on with the run.
@@ -124,7 +97,7 @@ def open_sinks(
 def view(
     quiet: bool, resumable: bool = True, per_rank: bool = False, verbose: bool = False
 ) -> ConsoleView | NotebookView:
-    """What shows a run to whoever has started it: in a notebook's cell, or on standard output.
+    """The view of a run for the user who has started it: in a notebook's cell, or on stdout.
 
     Args:
         quiet: whether to show warnings and how the run ended only.

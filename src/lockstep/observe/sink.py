@@ -1,4 +1,4 @@
-"""Where events go: the contract of a sink, the fan-out to several, and the hub on every rank."""
+"""Where events go: the interface of a sink, several sinks as one, and the hub on every rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Sink(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Store what is still kept and let go of files and the terminal; no-op if closed.
+        """Store what is still kept, and release files and the terminal; no-op if closed.
 
         Raises:
             OSError: something could not be stored and is lost.
@@ -32,15 +32,15 @@ class Sink(ABC):
 
 
 class Sinks(Sink):
-    """Hands each event to several sinks; it is the `Emit` of a run.
+    """Passes each event to several sinks.
 
-    A full or failing disk must not end a training run. So an `OSError` of a sink becomes a
-    `Warned` event for the others, once for each sink; it goes on getting events. All other
-    exceptions are bugs and propagate.
+    A full or failing disk must not end a training run. So an `OSError` of a sink becomes a `Warned`
+    event for the others, once for each sink, which still receives events. All other exceptions are
+    bugs and propagate.
 
     Args:
-        sinks: sinks in the order in which they get events and are closed. The one that shows
-            warnings to the user comes last, so that it also gets those about closing the others.
+        sinks: sinks in the order in which they receive events and are closed. The one that shows
+            warnings to the user comes last: it then also receives those about closing the others.
     """
 
     def __init__(self, sinks: Iterable[Sink]) -> None:
@@ -49,10 +49,10 @@ class Sinks(Sink):
         self._step = 0
 
     def __call__(self, event: Event) -> None:
-        """Hand the event to all sinks."""
+        """Pass the event to all sinks."""
         self._step = event.step
         for sink in tuple(self._sinks):
-            self._hand(event, sink)
+            self._pass(event, sink)
 
     def close(self) -> None:
         """Close all sinks; what one of them loses is a `Warned` event for those still open."""
@@ -63,7 +63,7 @@ class Sinks(Sink):
             except OSError as error:
                 self(Warned(step=self._step, message=f"{_reason(error)}; its end is missing"))
 
-    def _hand(self, event: Event, sink: Sink) -> None:
+    def _pass(self, event: Event, sink: Sink) -> None:
         try:
             sink(event)
         except OSError as error:
@@ -73,7 +73,7 @@ class Sinks(Sink):
             message = f"{_reason(error)}; training goes on, writing is tried again with each event"
             for other in tuple(self._sinks):
                 if other is not sink:
-                    self._hand(Warned(step=event.step, message=message), other)
+                    self._pass(Warned(step=event.step, message=message), other)
 
     def __enter__(self) -> Sinks:
         return self
@@ -93,10 +93,10 @@ def _reason(error: OSError) -> str:
 
 
 class EventHub:
-    """Shows and stores events where it is open, on rank 0; remembers the newest ones elsewhere.
+    """Shows and stores events where it is open, on rank 0; elsewhere it keeps the newest ones.
 
-    So when rank 0 is lost, the next one can write what may not have been written yet. Sinks don't
-    write again what has been. What steps cost it follows everywhere, and says so before the end.
+    So if rank 0 is lost, the next one can store what may not have been stored yet; sinks do not
+    store an event twice. Every hub measures what steps cost, and emits it before the end.
 
     Args:
         open_sinks: function that opens everything that shows and stores events.
@@ -109,7 +109,7 @@ class EventHub:
         self._meter = StepMeter()
 
     def open(self) -> None:
-        """Show and store events from now on; no-op if it already does."""
+        """Show and store events from now on; no-op if open."""
         if self._sinks is None:
             self._sinks = self._open_sinks()
 
@@ -117,16 +117,16 @@ class EventHub:
         """Take one event."""
         self._meter.take(event)
         if isinstance(event, (Finished, Failed)):
-            self._hand(self._meter.measured(event.step))
-        self._hand(event)
+            self._take(self._meter.measured(event.step))
+        self._take(event)
 
-    def _hand(self, event: Event) -> None:
-        """Show and store an event, or remember it."""
+    def _take(self, event: Event) -> None:
+        """Show and store an event, or keep it."""
         if self._sinks is None:
-            if isinstance(event, Predicted):  # only the meter needs it: it is of the start
+            if isinstance(event, Predicted):  # only the meter needs it
                 return
             if isinstance(event, RunStarted) and not event.continued:
-                self._recent.clear()  # of a run that goes back, these are steps to be done again
+                self._recent.clear()  # a run that goes back to a checkpoint repeats these steps
             # Ranks are never more than one step apart.
             if not self._recent or event.step != self._recent[-1].step:
                 self._recent = [e for e in self._recent if e.step >= event.step - 1]

@@ -1,4 +1,4 @@
-"""What the steps of a session cost, and what was predicted of them."""
+"""What the steps of a session cost, beside what was predicted."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class StepMeter:
     def __init__(self) -> None:
         self._plan: RunStarted | None = None
         self._coming: Predicted | None = None
-        self._said: Measured | None = None
+        self._reported: Measured | None = None
         self._evaluating_s = 0.0
         self._start(None)
 
@@ -209,31 +209,31 @@ class StepMeter:
             case Predicted():
                 self._coming = event
             case Measured():
-                self._said = event
+                self._reported = event
             case Joined():
                 self._has_joined = True
             case Recovered():
                 self._has_joined = False
             case RunStarted() if not event.continued:
-                # A run that goes back to a checkpoint in the midst of a session says that it starts
-                # too; but then its ranks don't join anew.
+                # A run that goes back to a checkpoint within a session emits this too, but its
+                # ranks do not join again.
                 if self._has_joined or self._plan is None:
                     self._start(event)
 
     def measured(self, step: int) -> Measured:
-        """What is known by now; what the run itself has said of its session, once it has.
+        """What is known by now, or the run's own `Measured` event of this session.
 
         Args:
             step: number of steps that are committed.
         """
-        if self._said is not None:
-            return self._said
+        if self._reported is not None:
+            return self._reported
         measured = self._later.cost
-        told, reasons = self._told, []
-        if told is not None and told.reason:
-            reasons.append(told.reason)
-        if told is not None and told.by:
-            predicted, by = told.cost, told.by
+        plan, reasons = self._prediction, []
+        if plan is not None and plan.reason:
+            reasons.append(plan.reason)
+        if plan is not None and plan.by:
+            predicted, by = plan.cost, plan.by
         else:
             predicted, by = self._first.cost if measured else None, FIRST_REPORTS
             if predicted is None:
@@ -247,20 +247,15 @@ class StepMeter:
         )
 
     @property
-    def _told(self) -> Predicted | None:
-        """What a plan has told; nobody tells a process that comes later when the session began."""
+    def _prediction(self) -> Predicted | None:
+        """The prediction of a plan; a process that joins later never sees the session's start."""
         return self._coming if self._plan is None else self._predicted
 
-    @property
-    def _goes_by_first(self) -> bool:
-        """Whether the first reports are the prediction."""
-        return self._plan is not None and not (self._told and self._told.by)
-
     def _start(self, plan: RunStarted | None) -> None:
-        """Forget the session before."""
+        """Begin a new session."""
         self._plan = plan
         self._predicted = self._coming
-        self._said = None
+        self._reported = None
         if plan is not None:
             self._coming = None
         self._num_ranks = plan.world_size if plan else 0
@@ -280,7 +275,8 @@ class StepMeter:
         if not 0 < step_s < math.inf:
             return
         peak_bytes = max((r.peak_bytes for r in done.ranks if r.peak_bytes > 0), default=0)
-        is_first = self._goes_by_first and self._first.cost is None
+        has_prediction = self._prediction is not None and self._prediction.by
+        is_first = self._plan is not None and not has_prediction and self._first.cost is None
         (self._first if is_first else self._later).add(step_s, peak_bytes, done.num_steps)
 
     def _why_nothing(self) -> str:

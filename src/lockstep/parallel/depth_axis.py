@@ -29,15 +29,11 @@ Moment = Literal["send", "receive"]
 """Before tensors go to another stage, and before this one waits for them."""
 
 
-def _nothing(moment: Moment) -> None:
-    pass
-
-
 _HEADER = 32
 """Numbers of a tensor's header: dtype, whether it has a gradient, number of dims, dims."""
 
 TIED = -1
-"""What a message is about that is of no pass of a stage."""
+"""`about` of messages that belong to no pass of a stage."""
 
 
 class DepthAxis:
@@ -47,8 +43,8 @@ class DepthAxis:
 
     Attributes:
         stages: range of blocks of each stage.
-        num_places: number of ranks.
-        place: number of this rank among them.
+        size: number of ranks.
+        rank: number of this rank among them.
         stage: number of the stage that this rank computes now.
     """
 
@@ -57,9 +53,9 @@ class DepthAxis:
         stages: Sequence[Range],
         transport: Transport | None = None,
         device: torch.device | None = None,
-        at: Callable[[Moment], None] = _nothing,
+        at: Callable[[Moment], None] = lambda moment: None,
     ) -> None:
-        """Take a place.
+        """Join the axis.
 
         Args:
             stages: range of blocks of each stage, in order; as many for each rank.
@@ -70,21 +66,21 @@ class DepthAxis:
         self._transport = transport or LocalTransport()
         self._device = device or torch.device("cpu")
         self.stages = list(stages)
-        self.num_places, self.place = self._transport.size, self._transport.rank
-        self.stage = self.place
+        self.size, self.rank = self._transport.size, self._transport.rank
+        self.stage = self.rank
         self._at = at
-        self._under_way: list[Sending] = []
+        self._pending: list[Sending] = []
         self._early: dict[tuple[int, int], deque[list[Tensor | None]]] = defaultdict(deque)
 
     def enter(self, stage: int) -> None:
         """Compute a stage of this rank from now on."""
-        assert stage % self.num_places == self.place, f"stage {stage} at place {self.place}"
+        assert stage % self.size == self.rank, f"stage {stage} on rank {self.rank}"
         self.stage = stage
 
     @property
     def own_stages(self) -> range:
         """Numbers of the stages of this rank."""
-        return range(self.place, len(self.stages), self.num_places)
+        return range(self.rank, len(self.stages), self.size)
 
     @property
     def own(self) -> Range:
@@ -105,35 +101,35 @@ class DepthAxis:
         """The stage that has a block."""
         return next(n for n, blocks in enumerate(self.stages) if block in range(*blocks))
 
-    def place_of(self, block: int) -> int:
+    def rank_of(self, block: int) -> int:
         """The rank that computes a block."""
-        return self.stage_of(block) % self.num_places
+        return self.stage_of(block) % self.size
 
-    def pass_on(self, outputs: Sequence[Tensor]) -> None:
+    def send_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Begin to send what this stage has computed to the next one."""
-        self.send(outputs, (self.stage + 1) % self.num_places, 2 * (self.stage + 1))
+        self.send(outputs, (self.stage + 1) % self.size, 2 * (self.stage + 1))
 
-    def take_over(self) -> list[Tensor]:
+    def receive_inputs(self) -> list[Tensor]:
         """What the stage before has computed, as leaves of this rank's graph."""
-        received = self.receive((self.stage - 1) % self.num_places, 2 * self.stage)
+        received = self.receive((self.stage - 1) % self.size, 2 * self.stage)
         outputs = [tensor for tensor in received if tensor is not None]
         assert len(outputs) == len(received), "a block passes on tensors only"
         return outputs
 
-    def give_back(self, gradients: Sequence[Tensor | None]) -> None:
-        """Begin to send the gradients of `take_over` to the stage before."""
-        self.send(gradients, (self.stage - 1) % self.num_places, 2 * self.stage - 1)
+    def send_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Begin to send the gradients of `receive_inputs` to the stage before."""
+        self.send(gradients, (self.stage - 1) % self.size, 2 * self.stage - 1)
 
-    def take_back(self) -> list[Tensor | None]:
-        """The gradients of what `pass_on` has sent."""
-        return self.receive((self.stage + 1) % self.num_places, 2 * self.stage + 1)
+    def receive_gradients(self) -> list[Tensor | None]:
+        """The gradients of what `send_outputs` has sent."""
+        return self.receive((self.stage + 1) % self.size, 2 * self.stage + 1)
 
-    def send(self, tensors: Sequence[Tensor | None], place: int, about: int) -> None:
+    def send(self, tensors: Sequence[Tensor | None], rank: int, about: int) -> None:
         """Begin to send tensors to a rank; `finish` must follow before the step ends.
 
         Args:
             tensors: tensors; None arrives as None.
-            place: the rank.
+            rank: the rank.
             about: number that `receive` asks for.
 
         Raises:
@@ -155,44 +151,44 @@ class DepthAxis:
         for message in (header[0], header[1:].reshape(-1), *payloads):
             if message.numel():
                 there = message.to(self._device)
-                self._under_way.append(self._transport.send(there, place))
+                self._pending.append(self._transport.send(there, rank))
 
-    def receive(self, place: int, about: int) -> list[Tensor | None]:
+    def receive(self, rank: int, about: int) -> list[Tensor | None]:
         """The next tensors about something that a rank has sent, as leaves of this rank's graph."""
         self._at("receive")
-        wanted = self._early[place, about]
+        wanted = self._early[rank, about]
         while not wanted:
             # Messages come in the order in which they were sent, which is not always that in which
-            # they are needed. None that comes early may hold up the one that is waited for.
-            subject, tensors = self._next(place)
-            self._early[place, subject].append(tensors)
+            # they are needed. One that comes early must not block the one that is waited for.
+            subject, tensors = self._next(rank)
+            self._early[rank, subject].append(tensors)
         return wanted.popleft()
 
-    def _next(self, place: int) -> tuple[int, list[Tensor | None]]:
+    def _next(self, rank: int) -> tuple[int, list[Tensor | None]]:
         """What the next message of a rank is about, and its tensors."""
-        count, about = self._received((_HEADER,), torch.int64, place)[:2].tolist()
-        rows = self._received((count * _HEADER,), torch.int64, place) if count else torch.empty(0)
+        count, about = self._received((_HEADER,), torch.int64, rank)[:2].tolist()
+        rows = self._received((count * _HEADER,), torch.int64, rank) if count else torch.empty(0)
         tensors: list[Tensor | None] = []
         for row in rows.view(-1, _HEADER).tolist():
             if row[0] < 0:
                 tensors.append(None)
                 continue
             dtype, with_gradient, num_dims = row[:3]
-            tensor = self._received(row[3 : 3 + num_dims], _DTYPES[dtype], place)
+            tensor = self._received(row[3 : 3 + num_dims], _DTYPES[dtype], rank)
             tensors.append(tensor.requires_grad_(bool(with_gradient)))
         return about, tensors
 
     def finish(self) -> None:
-        """Return when all that this rank has sent is under way no longer."""
-        for message in self._under_way:
+        """Return when all messages of this rank are sent."""
+        for message in self._pending:
             message.wait()
-        # Not earlier: what an error leaves under way may still be read from the memory it holds.
-        self._under_way.clear()
+        # Only now: after an error, pending messages may still be read from their memory.
+        self._pending.clear()
 
-    def _received(self, shape: Sequence[int], dtype: torch.dtype, place: int) -> Tensor:
+    def _received(self, shape: Sequence[int], dtype: torch.dtype, rank: int) -> Tensor:
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self._device)
         if tensor.numel():
-            self._transport.receive(_bytes(tensor), place)
+            self._transport.receive(_bytes(tensor), rank)
         return tensor
 
 

@@ -104,7 +104,7 @@ class OrderedReduction:
             segments: dtype and number of elements of each segment of the flat gradient, one for
                 each dtype.
             specs: where the tensors of a leaf lie in each segment.
-            num_scalars: number of float64 sums beside the gradient.
+            num_scalars: number of float64 sums besides the gradient.
             num_header: number of float64 values in each rank's header.
             num_microbatches: number of leaves of the tree.
             ranges: range of microbatches of each rank, in order, without gaps.

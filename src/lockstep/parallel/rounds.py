@@ -90,7 +90,7 @@ class Rounds:
             transport: transport between the ranks.
             segments: dtype and number of elements of each segment of the flat gradient.
             specs: where the tensors of a leaf lie in each segment.
-            num_scalars: number of float64 sums beside the gradient.
+            num_scalars: number of float64 sums besides the gradient.
             num_microbatches: number of leaves of the tree.
             num_replicas: number of ranks that compute microbatches: the first ones.
             device: device on which the gradients lie.

@@ -1,4 +1,4 @@
-"""What torch builds on a process group, and what users may expect of one, on `mpi4py`."""
+"""The `mpi4py` backend: what torch builds on it, and agreement with gloo and with arithmetic."""
 
 from __future__ import annotations
 
@@ -73,3 +73,23 @@ def test_survivors_of_a_killed_rank_regroup(mpirun: Launch) -> None:
 def test_ddp_says_what_failed_and_processes_end(mpirun: Launch) -> None:
     done = mpirun("survive.py", 3, "ddp", options=("--with-ft", "ulfm"))
     assert reports(done) == [{"was": 0, "named": True}, {"was": 2, "named": True}], done.stdout
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "how", "ending"),
+    [
+        pytest.param(1, "helper", "leave", marks=pytest.mark.slow),
+        (2, "url", "leave"),
+        pytest.param(3, "helper", "mixed", marks=pytest.mark.slow),
+        pytest.param(4, "url", "destroy", marks=pytest.mark.slow),
+    ],
+)
+def test_every_collective_dtype_and_operation(
+    mpirun: Callable[..., CompletedProcess[str]], num_ranks: int, how: str, ending: str
+) -> None:
+    done = mpirun("conformance.py", num_ranks, how, ending)
+    assert done.returncode == 0, done.stdout
+    summary = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    assert summary["differences"] == []
+    assert summary["cases"] > 1500
+    assert summary["with_gloo"] > 300

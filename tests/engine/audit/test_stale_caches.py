@@ -149,7 +149,7 @@ def test_what_was_kept_of_an_earlier_model_is_refused(
     tmp_path: Path, kind: type[ls.Task], place: str
 ) -> None:
     feature.cache_clear()
-    with pytest.raises(TaskError, match=rf"step \d+: came out otherwise .* left in .*{place}"):
+    with pytest.raises(TaskError, match=rf"step \d+: gave another result .* left in .*{place}"):
         trained(tmp_path, kind())
 
 

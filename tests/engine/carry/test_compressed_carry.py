@@ -60,12 +60,12 @@ def test_states_move_with_their_microbatches(has_task: bool) -> None:
         if transport.rank < 2:
             made.agree(agreed(70))
         made.commit()
-        assert made.deal_out(after) == []
+        assert made.redistribute(after) == []
         found = [number for number in range(NUM) if made.of_leaf(number)]
         values = [float(made.of_leaf(number)[0][0]) for number in found]
         if has_task:
-            assert [made.held[n].tree["n"] for n in found] == [-n for n in found]
-        return found, values, made.agreed[0].tolist(), len(made.held)
+            assert [made.committed[n].tree["n"] for n in found] == [-n for n in found]
+        return found, values, made.agreed[0].tolist(), len(made.committed)
 
     for rank, (found, values, there, num_held) in enumerate(on_ranks(3, call)):
         assert found == values == list(range(*after[rank]))
@@ -81,7 +81,7 @@ def test_a_state_that_nobody_holds_is_missed_beside_carries_that_are_there() -> 
             made.make_leaf(number, errors(number))
     made.agree(agreed(70))
     made.commit()
-    assert made.deal_out([Range(0, NUM)]) == [NUM + 4]
+    assert made.redistribute([Range(0, NUM)]) == [NUM + 4]
 
 
 def test_nothing_is_agreed_on_before_a_step_is_applied() -> None:
@@ -95,7 +95,7 @@ def test_nothing_is_agreed_on_before_a_step_is_applied() -> None:
     assert made.agreed[0].tolist() == [50] * BLOCKS
 
 
-def test_who_follows_a_step_without_its_sums_is_told_what_came_of_it() -> None:
+def test_a_rank_that_follows_a_step_without_its_sums_gets_what_all_agreed_on() -> None:
     """Rank 1 has computed its leaves, but not heard of the sums that rank 0 has applied."""
 
     def call(transport: ThreadTransport) -> list[int]:
@@ -108,7 +108,7 @@ def test_who_follows_a_step_without_its_sums_is_told_what_came_of_it() -> None:
             if step == 1 or transport.rank == 0:
                 made.agree(agreed(step))
             made.settle(1.0)
-        assert made.deal_out(ranges) == []
+        assert made.redistribute(ranges) == []
         return made.agreed[0].tolist()
 
     assert on_ranks(2, call) == [[2] * BLOCKS] * 2
@@ -128,7 +128,7 @@ def test_what_keeps_nothing_has_no_carries() -> None:
     assert dealt is compressed
 
 
-def test_only_small_states_are_copied_unless_asked_for() -> None:
+def test_only_small_states_are_copied_by_default() -> None:
     transport: Any = SimpleNamespace(can_regroup=True, size=2, rank=0)
     assert not carries(transport).are_copied
     assert carries(transport, feeds_back=False).are_copied
@@ -141,7 +141,7 @@ def saved() -> tuple[CompressedCarries, dict[str, torch.Tensor], dict[str, Any]]
         made.make_leaf(number, errors(number))
     made.agree(agreed(70))
     made.commit()
-    return made, *named_tensors(made.held)
+    return made, *named_tensors(made.committed)
 
 
 def test_a_saved_state_is_taken_again() -> None:
@@ -161,7 +161,7 @@ def test_a_saved_state_is_taken_again() -> None:
         (torch.zeros(BLOCK, dtype=torch.float64), "is torch.float64"),
         (torch.zeros(BLOCK - 1), rf"must be torch.float32 \[{BLOCK}\]"),
         (torch.zeros(2, BLOCK // 2), r"is torch.float32 \[2, "),
-        (None, "is no state of compression.name=int8"),
+        (None, "is not a state of compression.name=int8"),
     ],
 )
 def test_a_state_of_another_run_is_refused(wrong: torch.Tensor | None, said: str) -> None:

@@ -547,7 +547,7 @@ def test_a_kill_while_a_checkpoint_is_replaced_loses_none(
     assert skipped == []
 
 
-def test_a_hint_that_names_what_is_missing_is_told_of(tmp_path: Path) -> None:
+def test_a_hint_that_names_a_missing_folder_is_reported(tmp_path: Path) -> None:
     for step in (1, 2):
         saved(tmp_path, step)
     shutil.rmtree(tmp_path / folder_name(2))

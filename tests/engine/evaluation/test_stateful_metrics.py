@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import lockstep as ls
 from lockstep.comm.transport import LocalTransport, Transport
-from lockstep.engine.evaluation.batches import Scores
+from lockstep.engine.evaluation.batches import Scores, evaluation_batches
 from lockstep.engine.evaluation.evaluation import Evaluation
 from lockstep.engine.passes.compute import Compute
 from lockstep.errors import TaskError
@@ -93,7 +93,7 @@ def model() -> nn.Module:
 def evaluated(task: ls.Task, transport: Transport, dataset: Any = None) -> Scores:
     config, net = ls.TrainConfig(), model()
     data = TensorDataset(X, Y) if dataset is None else dataset
-    evaluation = Evaluation(task, "val", data, 8, CPU, 0)
+    evaluation = Evaluation(task, evaluation_batches(task, "val", data, 8, CPU, 0))
     return evaluation.run(transport, net, Compute(task, net, config, CPU))
 
 

@@ -133,7 +133,7 @@ def elsewhere(method: str) -> ls.Task:
 
 
 @pytest.mark.parametrize("method", ["loss", "evaluate", "dataset", "build_model", "lr_factor"])
-def test_elsewhere_it_is_an_error_that_says_where(tmp_path: Path, method: str) -> None:
+def test_logging_in_other_methods_is_refused(tmp_path: Path, method: str) -> None:
     with pytest.raises((TaskError, TaskFailure), match=r"may be called in Task\.after_step"):
         train(elsewhere(method), tmp_path, steps=2)
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.slices import slices_of
 from torch import Tensor, nn, optim
 
 from lockstep.config import OptimizerConfig, TrainConfig
 from lockstep.engine.digests import model_digest
-from lockstep.engine.flat_tensors import FlatTensors, slices_of
+from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.optimizer.choice import (
     ELEMENTWISE,
     check_optimizer,

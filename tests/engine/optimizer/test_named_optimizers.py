@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.slices import slices_of
 from torch import Tensor, nn, optim
 from torch.utils.data import Dataset, TensorDataset
 
 import lockstep as ls
 from lockstep.config import TrainConfig
 from lockstep.data.random import Stream, random_key, seed_all
-from lockstep.engine.flat_tensors import FlatTensors, slices_of
+from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.optimizer.choice import (
     NamedOptimizers,
     check_optimizer,

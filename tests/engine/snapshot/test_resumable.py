@@ -77,7 +77,7 @@ def refusal(folder: Path) -> str:
     return message
 
 
-def test_signed_again_without_a_change_resumes(folder: Path, tmp_path: Path) -> None:
+def test_a_manifest_signed_again_without_a_change_is_accepted(folder: Path, tmp_path: Path) -> None:
     sign(folder, lambda body: None)
     went_on = trained(folder.parents[1], resume=True)
     assert went_on.params_sha256 == trained(tmp_path / "straight").params_sha256
@@ -238,7 +238,7 @@ def test_what_is_written_can_be_resumed(
 
 
 @pytest.mark.parametrize("value", [3.0, float("nan")])
-def test_numbers_beside_parameters_are_state(value: float) -> None:
+def test_numbers_under_other_keys_than_parameters_are_state(value: float) -> None:
     number = {"dtype": "float32", "value": value, "device": "cpu"}
     for found in (number, {"list": [number]}, {"tuple": [1, {"dict": {"device": number}}]}):
         assert _is_state(found)

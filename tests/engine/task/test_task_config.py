@@ -47,13 +47,13 @@ def test_a_task_gets_the_config():
     assert task.build_model().out_features == 5
 
 
-def test_a_task_that_used_its_config_is_made_anew():
+def test_a_task_that_used_its_config_is_rebuilt():
     task = with_config(Eager(), OwnConfig(width=5))
     assert (type(task), task.width, task.config.width) == (Eager, 5, 5)
     assert with_config(task, OwnConfig(width=5)) is task
 
 
-def test_a_task_that_cannot_be_made_anew_is_refused():
+def test_a_task_that_cannot_be_rebuilt_is_refused():
     task = with_config(Closed("here"), OwnConfig(lr=0.5))
     assert (task.config.lr, task.folder) == (0.5, "here")
     with pytest.raises(TaskError, match=r"width=5: Closed.__init__ may have used width=3 already"):

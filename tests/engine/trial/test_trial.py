@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, TensorDataset
 import lockstep as ls
 from lockstep.comm.transport import LocalTransport
 from lockstep.engine.assembly import Parts, assemble
-from lockstep.engine.audit.hidden_state import held_generators, hidden_state
+from lockstep.engine.audit.hidden_state import Walk, hidden_state
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import TaskError
@@ -541,7 +541,7 @@ def test_generators_in_defaults_and_class_attributes_are_found() -> None:
         def __getitem__(self, index: int, rng: Any = None) -> Any:
             return super().__getitem__(index)
 
-    assert held_generators({"dataset": Derived()}).keys() == {
+    assert Walk({"dataset": Derived()}).generators.keys() == {
         "dataset.stream",
         "dataset.draw.__defaults__[0][0]",
         "dataset.Base.__getitem__.__defaults__[0][0]",

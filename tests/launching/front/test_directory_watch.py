@@ -1,4 +1,4 @@
-"""A run directory that is gone is told until the run ends."""
+"""A missing run directory is reported until the run ends."""
 
 import shutil
 

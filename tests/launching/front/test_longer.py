@@ -43,7 +43,7 @@ def trained(path: Path, name: str = "Line", **keys: Any) -> ls.Result:
 
 
 def manifest(path: Path) -> dict[str, Any]:
-    """The newest checkpoint's, without what may differ: a run that is over is not saved anew."""
+    """The newest checkpoint's, without what may differ: a finished run is not saved again."""
     folder = path / "checkpoints" / (path / "checkpoints" / "latest").read_text().strip()
     there = checkpoint.read_manifest(folder)
     return {k: v for k, v in there.items() if k not in _CIRCUMSTANCES}
@@ -210,7 +210,7 @@ def test_what_init_has_read_is_known_if_the_command_made_the_task(
 def test_what_a_lost_rank_has_read_is_known(
     here: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has told the others in each step, and not only when a checkpoint was written."""
+    """It has informed the others in each step, not only when a checkpoint was written."""
     for name, value in to_env([PlannedFault(1, 4)]).items():
         monkeypatch.setenv(name, value)
     how = ("how='on one rank'", "checkpoint.every=100")

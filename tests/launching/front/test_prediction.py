@@ -243,7 +243,7 @@ def test_the_prediction_outlives_rank_0(lockstep: Any, tmp_path: Path) -> None:
 def test_of_ranks_of_which_one_dies_before_training_only_the_others_are_told(
     lockstep: Any, tmp_path: Path
 ) -> None:
-    """They begin anew, and look again at what the plan says of so many."""
+    """They start over, and read again what the plan predicts for so many."""
     of = override(EverythingConfig(), [*KEYS, "evil=death"])
     write_json(tmp_path / "plan.json", plan_of(of, [1]))
     done = lockstep(

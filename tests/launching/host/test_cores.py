@@ -155,6 +155,6 @@ def test_sets_interop_threads_in_a_rank_only(world_size: int, is_set: bool) -> N
         "with num_threads(1, place), num_threads(2, place):\n"
         "    print(torch.get_num_threads(), torch.get_num_interop_threads(), before)"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    threads, interop, before = told.stdout.split()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    threads, interop, before = done.stdout.split()
     assert (threads, interop) == ("2", "1" if is_set else before)

@@ -104,10 +104,10 @@ def test_errors_for_the_user_are_one_message(capfd: pytest.CaptureFixture[str]) 
     except ConfigError as error:
         with pytest.raises(SystemExit) as ended:
             early._say(type(error), error, error.__traceback__)
-    told = capfd.readouterr().err
+    error = capfd.readouterr().err
     assert ended.value.code == 2
-    assert "error: TrainConfig: unknown key 'learning_rate'; did you mean lr? (in " in told
-    assert told.count("\n") == 1
+    assert "error: TrainConfig: unknown key 'learning_rate'; did you mean lr? (in " in error
+    assert error.count("\n") == 1
 
 
 def test_a_command_is_interrupted_and_handlers_come_back() -> None:

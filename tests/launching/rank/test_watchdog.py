@@ -96,7 +96,7 @@ def test_what_a_rank_waits_in_can_be_read_as_long_as_it_does(tmp_path: Path) -> 
     log = read_calls(tmp_path / "copy")
     assert [call.kind for call in log.calls] == ["all_gather", "barrier"]
     assert log.stuck == log.calls[-1]
-    # Once in a wait, and nothing of a wait that began anew.
+    # Once for a wait, and not for a wait that has just begun.
     assert done.stderr == (
         "rank 1 on host has waited for 0.6 s in one call: another rank, or its host, does not "
         "answer\n"

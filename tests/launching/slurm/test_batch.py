@@ -171,7 +171,7 @@ def test_ranks_that_do_not_stop_in_time_are_ended(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("setup", ["", STRICT])
 def test_a_start_that_is_too_slow_is_requeued_once(tmp_path: Path, setup: str) -> None:
-    """A job that is told to stop before each first checkpoint would be requeued for ever."""
+    """A job that is asked to stop before each first checkpoint would be requeued for ever."""
     run = tmp_path / "run"
     steps = f"[ -e {tmp_path}/fast ] && mkdir -p {run}/checkpoints/step_00000005; "
     code = f"{steps}trap 'exit 138' USR1; kill -USR1 $PPID; while :; do sleep 0.1; done"

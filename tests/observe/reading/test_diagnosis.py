@@ -243,7 +243,7 @@ def test_a_hang_that_nobody_could_report_is_told_from_the_files(tmp_path):
          "Current thread 0x1 (most recent call first):\n"
          '  File "/x/lockstep/comm/mailbox.py", line 7 in wait\n'
          '  File "/x/.venv/bin/lockstep", line 8 in <module>\n',
-         "rank 1 (slot 1) hung in step 6, at shared_memory.py:7 in wait", "look at that line"),
+         "rank 1 (slot 1) hung in step 6, at mailbox.py:7 in wait", "look at that line"),
     ],
 )  # fmt: skip
 def test_a_rank_that_stands_still_is_named_with_its_step_and_cause(

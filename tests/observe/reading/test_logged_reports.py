@@ -16,11 +16,12 @@ from lockstep.cli.look.report import report
 from lockstep.engine.checkpoint.listing import ENTRIES, own_entries
 from lockstep.engine.events import Event, Logged
 from lockstep.engine.log import Logbook, log
-from lockstep.observe import EventsJsonl, Pictures
-from lockstep.observe.figures import pictures
 from lockstep.observe.reading.follow import read_run
 from lockstep.observe.reading.report.page import Paragraph, Picture
+from lockstep.observe.reading.report.pictures import pictures
 from lockstep.observe.reading.runs import remove_run
+from lockstep.observe.storing.files import Pictures
+from lockstep.observe.storing.jsonl import EventsJsonl
 
 
 def logged(step: int, **values: Any) -> list[Event]:

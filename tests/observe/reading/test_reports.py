@@ -8,11 +8,11 @@ from tests.observe.reading.test_histories import PLAN, done, joined
 from tests.observe.reading.test_runs import run_in
 
 from lockstep.errors import DataError, RunDirectoryError
-from lockstep.observe.figures import thinned
 from lockstep.observe.reading.follow import EVENTS
 from lockstep.observe.reading.history import Curve
 from lockstep.observe.reading.report.content import report_of
 from lockstep.observe.reading.report.page import as_html, as_markdown, write_pictures, write_text
+from lockstep.observe.reading.report.pictures import thinned
 
 EVIL = '<script>alert("$x$")</script>|`*\x1b[31m\n# no'
 ROWS = (

@@ -15,7 +15,7 @@ from tests.conftest import environment
 from tests.observe.reading.test_histories import PLAN, done, joined, written
 
 from lockstep.errors import ConfigError, RunDirectoryError
-from lockstep.observe.reading import follow as newest_rows
+from lockstep.observe.reading import follow
 from lockstep.observe.reading.follow import EVENTS, is_claimed
 from lockstep.observe.reading.listing import Summary, change_tags, find_runs, read_tags, summarise
 from lockstep.observe.reading.runs import chosen, remove_run
@@ -160,7 +160,7 @@ def test_the_ends_of_long_files_are_enough(tmp_path, monkeypatch):
     rows = [*map(joined, range(500)), PLAN, *(done(step, float(step)) for step in range(1, 5000))]
     folder = run_in(tmp_path / "run", *rows[:4500], evaluated, large, lost, *rows[4500:])
     size = (folder / EVENTS).stat().st_size
-    monkeypatch.setattr(newest_rows, "_BLOCK", size // 3)
+    monkeypatch.setattr(follow, "_BLOCK", size // 3)
     run = summarise(folder)
     assert (run.step, run.total_steps, run.metrics["train/loss"]) == (4999, 9, 4999.0)
     assert (run.metrics["val/loss"], run.metrics["large/loss"], run.ranks) == (4.0, 4.0, 2)
@@ -180,12 +180,12 @@ def test_the_newest_report_is_found_before_much_that_was_logged(tmp_path, monkey
     folder = run_in(tmp_path / "run", PLAN, done(10, 1.0), evaluated, *words, done_20, *words)
     size = (folder / EVENTS).stat().st_size
     for block in (size // 9, size // 9 + 40, size // 3, 1 << 22):
-        monkeypatch.setattr(newest_rows, "_BLOCK", block)
+        monkeypatch.setattr(follow, "_BLOCK", block)
         run = summarise(folder)
         assert (run.step, run.metrics) == (20, {"train/loss": 2.0, "val/loss": 4.0})
     # Too far from the end: what the beginning says is not said as the newest.
-    monkeypatch.setattr(newest_rows, "_BLOCK", size // 9)
-    monkeypatch.setattr(newest_rows, "_MOST_BYTES", size // 3)
+    monkeypatch.setattr(follow, "_BLOCK", size // 9)
+    monkeypatch.setattr(follow, "_MAX_BYTES", size // 3)
     run = summarise(folder)
     assert (run.step, run.total_steps, run.metrics) == (0, 9, {})
 
@@ -198,7 +198,7 @@ def test_a_report_that_begins_before_the_part_that_is_read_is_not_missed(
     folder = run_in(tmp_path / "run", PLAN, done(1, 1.0), *words, done(5, 5.0), *words)
     text = (folder / EVENTS).read_bytes()
     begin = text.index(b"StepDone", text.index(b"StepDone") + 1)
-    monkeypatch.setattr(newest_rows, "_BLOCK", len(text) - begin + cut - 65)
+    monkeypatch.setattr(follow, "_BLOCK", len(text) - begin + cut - 65)
     assert summarise(folder).step == 5
     (folder / EVENTS).write_bytes(text + text[begin - 20 : begin + 50])  # it goes on being written
     assert summarise(folder).step == 5

@@ -24,8 +24,9 @@ from tests.observe.sample_events import (
 from lockstep.engine.events import Event, Failed, Warned
 from lockstep.engine.log import Logbook, log
 from lockstep.errors import ConfigError, RunDirectoryError
-from lockstep.observe import Sinks, TrackerSink, open_sinks
+from lockstep.observe import Sinks, open_sinks
 from lockstep.observe.trackers.process import Opening, Tracker, Work, serve
+from lockstep.observe.trackers.tracker_sink import TrackerSink
 
 COPIES = "import sys; f = open(sys.argv[2] + '/got', 'ab', 0); list(map(f.write, sys.stdin.buffer))"
 REPORTS = 'import sys; print(\'{"problem": "no room"}\', flush=True); list(sys.stdin)'

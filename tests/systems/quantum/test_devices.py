@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.systems.quantum.analysis.ansaetze import random_axes, ring
-from lockstep.systems.quantum.analysis.expressibility import (
+from lockstep.systems.quantum.analysis import (
     entangling_capability,
     expressibility,
     gradient_samples,
     meyer_wallach,
     pauli_z,
+    random_axes,
+    ring,
 )
 from lockstep.systems.quantum.circuits.angles import parameter
 from lockstep.systems.quantum.circuits.circuit import Circuit, gate, unitary
@@ -85,7 +86,7 @@ Work = Callable[[Simulator, Tensor], Tensor]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("work", WORK)
-def test_a_circuit_makes_no_tensor_elsewhere(work: Work, dtype: torch.dtype) -> None:
+def test_a_circuit_makes_no_tensor_on_another_device(work: Work, dtype: torch.dtype) -> None:
     found = work(Simulator(CIRCUIT, dtype, "meta"), angles("meta", dtype))
     assert found.is_meta
     expected = work(Simulator(CIRCUIT, dtype), angles("cpu", dtype))
@@ -137,7 +138,7 @@ Form = Callable[[QuantumTransformer, Sentences], Tensor]
 
 @pytest.mark.parametrize("trainable", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_the_transformer_makes_no_tensor_elsewhere(form: Form, trainable: bool) -> None:
+def test_the_transformer_makes_no_tensor_on_another_device(form: Form, trainable: bool) -> None:
     model = transformer(trainable)
     form(model, sentences("cpu"))  # what it keeps from one device must not be used on another
     found = form(model.to("meta"), sentences("meta"))

@@ -91,7 +91,7 @@ def train(task: Quantum) -> tuple[float, QuantumTransformer]:
 @pytest.mark.parametrize(
     "keys", [{"backend": "circuit"}, {"optimizer": {"name": "natural"}, "clip_norm": None}]
 )
-def test_too_many_dimensions_are_refused_before_they_are_asked_for(keys: dict[str, Any]) -> None:
+def test_too_many_dimensions_are_refused_before_memory_is_requested(keys: dict[str, Any]) -> None:
     task = quantum(embedding_dim=4096, **keys)
     made = model(task)
 

@@ -1,4 +1,4 @@
-"""What a SLURM job asks for and does: of one run, or of each config of a sweep."""
+"""The SLURM job of one run, or of each config of a sweep: its options, resources and command."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def job_file(path: Path | None, given: Mapping[str, Any]) -> JobFile:
 
     Args:
         path: path of a YAML file with options, if there is one.
-        given: options of the command line by name; None stands for one that is not given.
+        given: options of the command line by name; None for those that are not given.
 
     Raises:
         ConfigError: the file cannot be read or an option does not fit.
@@ -58,7 +58,7 @@ def job_file(path: Path | None, given: Mapping[str, Any]) -> JobFile:
     job = JobFile() if path is None else load(JobFile, path)
     chosen = {name: value for name, value in given.items() if value is not None}
     if (cpus := chosen.get("cpus_per_task")) is not None:
-        # The file's threads go with its own cores: with fewer, the default counts.
+        # The file's threads belong to its own cores: with fewer cores, the default applies.
         fitting = (item for item in job.overrides if _threads(item) <= cpus)
         chosen["overrides"] = tuple(fitting)
     job = job.model_copy(update=chosen)
@@ -93,7 +93,7 @@ def array(
 
     Args:
         name: name of the job.
-        target: recipe, `file.py:Task` or script, as it is found from any folder.
+        target: recipe, `file.py:Task` or script, with an absolute path.
         points: run directory of each task, and its `key=value` items.
         job: options of the job.
         options: further options for sbatch.
@@ -136,10 +136,10 @@ def batch_job(
 
     Args:
         name: name of the job.
-        target: recipe, `file.py:Task`, script or `DOCTOR`, as it is found from any folder.
+        target: recipe, `file.py:Task`, script or `DOCTOR`, with an absolute path.
         overrides: `key=value` items for the config.
         threads: threads of each rank.
-        resources: what the job asks for.
+        resources: resources of the job.
         replacements: number of lost ranks that are replaced.
         run_dir: path of the run directory; named after the job's number if None.
         path: path of the script, beside which SLURM's own log is.
@@ -157,7 +157,7 @@ def batch_job(
     else:
         ranks = [sys.executable, "-m", "lockstep", "train", target]
         ranks += ["--run-dir", RUN_DIR, "--resume", *overrides]
-    # How many cores the nodes have is SLURM's business.
+    # SLURM knows how many cores the nodes have.
     command = mpirun_command(
         num_ranks, ranks, cores=num_ranks, replacements=replacements,
         one_host=resources.nodes == 1, silence_s=silence_s,
@@ -179,10 +179,10 @@ def batch_job(
 
 
 def resources_of(job: JobFile, cpus: int, threads: int) -> Resources:
-    """What a job asks for.
+    """The resources that a job requests.
 
     Raises:
-        LaunchError: it does not fit, or ranks would have more threads than cores.
+        LaunchError: they are not possible, or ranks would have more threads than cores.
     """
     assert job.time is not None
     if threads > cpus > 0:
@@ -233,9 +233,9 @@ def _setup_file(name: str) -> Path:
 
 
 def with_threads(overrides: Sequence[str], cpus: int | None, run_dir: Path | None) -> list[str]:
-    """Items that say `threads` where nothing else does: the run's own, else a rank's cores.
+    """Items that set `threads`, if none does: to the run's own number, or to the cores of a rank.
 
-    The bits depend on it, so the script says it, and what resumes the run keeps it.
+    The bits depend on it, so the script sets it, and a resumed run keeps it.
     """
     if cpus is None or cpus < 1 or any(item.partition("=")[0] == "threads" for item in overrides):
         return list(overrides)
@@ -246,14 +246,14 @@ def with_threads(overrides: Sequence[str], cpus: int | None, run_dir: Path | Non
 
 
 def config_of(target: str, overrides: Sequence[str], run_dir: Path | None) -> TrainConfig:
-    """The config of a job; of a script's, only what a job script has to know of it."""
+    """The config of a job; of a script's, only the keys that a job script depends on."""
     if not is_script(target):
         return configured(target, overrides, run_dir=run_dir)[1]
     for item in overrides:
         key, equals, _ = item.partition("=")
         if not equals or not key:
             raise LaunchError(f"{item!r} is not of the form key=value")
-    # A script's own config is known only when it runs; it sets its own number of threads then.
+    # A script's own config is known only when it runs, and then sets its number of threads.
     known = [o for o in overrides if o.startswith("threads=")]
     if any(o.startswith("weights_from.path=") for o in overrides):
         known += [o for o in overrides if o.startswith("weights_from.")]

@@ -1,4 +1,4 @@
-"""Subcommands about machines: SLURM scripts, what is missing here, and what messages cost."""
+"""Subcommands about machines: SLURM scripts, checks, and the cost of communication and of steps."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def doctor(
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="Ranks to start for tests.")] = 2,
     run_dir: RunDir = None,
 ) -> None:
-    """Check what this machine has, and say how to mend what is missing."""
+    """Check what this machine has, and say how to fix what is missing."""
     with ending_at_interrupt():
         from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""`lockstep monitor`: which parts of it run, and how they end."""
+"""`lockstep monitor`: chooses the parts that run, and ends them in order."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ _MAX_NOTES = 50
 
 @dataclass(frozen=True)
 class Options:
-    """What `lockstep monitor` was asked for.
+    """The options of `lockstep monitor`.
 
     Attributes:
         folders: run directories, or folders with such; empty for `runs`.
         web: whether to serve the page.
         host: address that the page and the exporter listen at; None for loopback.
-        port: of the page; None for the usual one.
-        token: that the page asks for; None for none, or for a new one where it is needed.
+        port: port of the page; None for the default one.
+        token: token that the page requires; None for none, or for a new one where it is needed.
         prometheus: port of the exporter; None for none.
         alerts: file of rules; None for none.
-        check: whether to say only what the rules would watch.
+        check: whether only to show what the rules would watch.
         grafana: file to write the dashboard to; None for none.
         interval_s: seconds between two looks.
         once: whether to print one picture only.
@@ -67,7 +67,7 @@ class Options:
 
 
 def monitor(options: Options) -> int:
-    """Watch runs until Ctrl-C or SIGTERM, which end it in order.
+    """Watch runs until Ctrl-C or SIGTERM.
 
     Returns:
         The exit code: 1 where a single look has found an alert, else 0.
@@ -100,7 +100,7 @@ def monitor(options: Options) -> int:
 
 
 def _look_once(rules: Rules, watch: Watch) -> int:
-    """Try rules once, do what they ask for, and say whether an alert is on by the exit code."""
+    """Evaluate rules once, and run their actions; the exit code is 1 if an alert is on."""
     with _ending(), ExitStack() as opened:
         manager, alerts = _alerts(rules, _print, opened, looks_once=True)
         manager(watch, list(watch.runs.values()))
@@ -136,7 +136,7 @@ def _rules(options: Options) -> Rules | None:
 
 
 def _watch(options: Options) -> Watch:
-    # The usual folder may come later; another one that is not there is likely a mistake.
+    # The default folder may appear later; another one that is missing is likely a mistake.
     return Watch(options.folders or [_FOLDER], may_come=not options.folders)
 
 
@@ -194,10 +194,10 @@ def _alerts(
 
 
 def _serve(options: Options, watch: Watch, runs: Monitor | None) -> None:
-    """Serve the page; where exporter or alerts go along, each has a reader of its own.
+    """Serve the page; the exporter and the alerts have a reader of their own.
 
     Raises:
-        Exception: what has ended exporter, alerts or the page's own looking.
+        Exception: the error that has ended the exporter, the alerts or the page.
     """
     with ending_at_interrupt():
         from lockstep.observe.monitor.web.server import serve
@@ -214,20 +214,20 @@ def _serve(options: Options, watch: Watch, runs: Monitor | None) -> None:
     finally:
         if thread is not None:
             thread.end()
-        # Whether the page or this command itself has taken the signal.
+        # The page or this command itself may have received the signal.
         if failed:
             raise failed[0]
 
 
 def _end_page(failed: list[BaseException], error: BaseException) -> None:
-    """A part that has failed ends the whole command, which else would seem to watch."""
+    """Let a failed part end the whole command, which would otherwise seem to watch."""
     failed.append(error)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager
 def _ending() -> Iterator[None]:
-    """Ctrl-C and SIGTERM end what is in here in order."""
+    """Let Ctrl-C and SIGTERM end the context in order."""
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, _end) if is_main else signal.SIG_DFL
     try:

@@ -1,4 +1,4 @@
-"""`lockstep report` and `lockstep diagnose`: what runs came to, and why."""
+"""`lockstep report` and `lockstep diagnose`: pages about runs, and causes of slow or ended runs."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def diagnose(run_dir: Path, as_json: bool, flight: Path | None = None) -> list[s
     """Lines about a run.
 
     Args:
-        run_dir: of the run.
+        run_dir: path of the run directory.
         as_json: whether to give each cause as a JSON object, and `flight` as one more.
         flight: folder for the newest calls of ranks, for PyTorch's analyser.
 
     Raises:
         RunDirectoryError: it cannot be read.
-        DataError: calls are asked for, and there are none, or of too many ranks, or a file of them
+        DataError: calls are requested, and there are none, or of too many ranks, or a file of them
             is damaged.
         ConfigError: the folder for them cannot be used.
     """
@@ -82,7 +82,7 @@ def diagnose(run_dir: Path, as_json: bool, flight: Path | None = None) -> list[s
 
 
 def _write(run_dir: Path, folder: Path) -> dict[str, Any]:
-    """Write the calls that a run directory holds; what there is to say of them."""
+    """Write the newest calls that a run directory holds; returns a description of them."""
     logs = RunDirectory(run_dir).flight.newest()
     unknown = write_flight(logs, folder)
     size = max(log.size for log in logs.values())
@@ -95,7 +95,7 @@ def _write(run_dir: Path, folder: Path) -> dict[str, Any]:
 
 
 def _told(written: Mapping[str, Any]) -> Iterator[str]:
-    """Lines about calls that were written."""
+    """Lines that describe the written calls."""
     folder = written["flight"]
     yield ""
     yield f"calls of {listed(written['ranks'])}, after step {written['step']:,}: {folder}"

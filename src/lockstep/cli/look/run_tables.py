@@ -31,11 +31,11 @@ _MOST_KEYS = 40
 
 
 def compared(runs: Sequence[Path]) -> tuple[list[str], bool]:
-    """Lines on the differences of runs, the first of which is compared with each other one.
+    """Lines about the differences between the first run and each other one.
 
     Returns:
-        The lines, and whether two runs that should be equal are not: equal configs as far as these
-        can change the result, and unequal curves or parameters where both have some.
+        The lines, and whether two runs that should be equal are not: the keys that can change the
+        result are equal, and curves or parameters differ.
 
     Raises:
         RunDirectoryError: one of them cannot be read.
@@ -131,7 +131,7 @@ def as_rows(runs: Sequence[Summary], columns: str | None) -> Iterator[str]:
 def print_table(
     runs: Sequence[Summary], folders: Sequence[Path], columns: str | None, num_found: int
 ) -> None:
-    """Print a table, or that there is nothing to show."""
+    """Print a table, or a message that there are no runs."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDE)  # in a pipe there is nothing to fit into
@@ -168,7 +168,7 @@ def _usual(run: Summary, folders: Sequence[Path]) -> list[Text]:
     total = f"/{run.total_steps:,}" if run.total_steps else ""
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started)) if run.started else ""
     metrics = list(run.metrics.items())
-    # Those of the validation say more than those of training.
+    # Metrics of the validation are more telling than those of training.
     metrics.sort(key=lambda item: item[0].startswith("train/"))
     shown = "  ".join(text.measures(dict(metrics[:_NUM_METRICS])))
     values = (
@@ -193,7 +193,7 @@ def _formatted(value: Any) -> str:
 
 
 def _name(path: Path, folders: Sequence[Path]) -> str:
-    """The path from the only folder that was asked for, or as it was given."""
+    """The path relative to the only given folder, or as it was given."""
     if len(folders) == 1 and path != folders[0]:
         return os.path.relpath(path, folders[0])
     return str(path)

@@ -1,4 +1,4 @@
-"""Subcommands that read runs."""
+"""Subcommands that show, diagnose and watch runs."""
 
 from __future__ import annotations
 

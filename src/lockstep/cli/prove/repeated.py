@@ -182,7 +182,7 @@ def _by_place(rows: Iterable[Row]) -> dict[Place, list[dict[str, str]]]:
     for row in rows:
         model_step = row.get("model_step")
         place = Place(row["step"], row["split"], row["step"] if model_step is None else model_step)
-        # Text tells -0.0 from 0.0, and NaN equals NaN.
+        # As text, -0.0 differs from 0.0, and NaN equals NaN.
         values = {n: json.dumps(v) for n, v in {**row["metrics"], **row.get("arrays", {})}.items()}
         found.setdefault(place, []).append(values)
     return found

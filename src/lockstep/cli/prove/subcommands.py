@@ -1,4 +1,4 @@
-"""Subcommands that prove that ranks, launchers and faults change nothing."""
+"""Subcommands that prove that ranks, launchers and faults do not change the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lockstep eval` and `lockstep export`: metrics of a checkpoint, and models for others."""
+"""`lockstep eval` and `lockstep export`: metrics of a checkpoint, and models for other programs."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def evaluate(
     report: Path | None = None,
     overrides: Sequence[str] = (),
 ) -> tuple[dict[str, float], list[str]]:
-    """Loss and metrics of a run's checkpoint; shared out over the ranks if there are several.
+    """Loss and metrics of a run's checkpoint, computed by all ranks.
 
     Args:
         run_dir: path of the run directory.
         split: name of the split: `train`, or one that the task names.
         which: checkpoint to evaluate: `best`, `latest`, or a step's number.
-        report: path of a folder in which the task's first rank writes its report, if one is wanted.
-        overrides: `key=value` items for the config, to look at other data than the run's.
+        report: path of a folder for the task's report, if one is wanted; rank 0 writes it.
+        overrides: `key=value` items for the config, to evaluate other data than the run's.
 
     Returns:
-        The metrics, and lines for people: metrics of more than one number, that the data are
-        others, and what the report has.
+        The metrics, and lines for people: metrics of more than one number, warnings about other
+        data, and the report's lines.
 
     Raises:
         LockstepError: there is no such run, checkpoint or split, or the overrides are of another
@@ -127,24 +127,24 @@ def export(
     format: str | None = None,
     overrides: Sequence[str] = (),
 ) -> list[str]:
-    """Write a run's checkpoint in a format, or in the forms that its task knows.
+    """Write a run's checkpoint in a format, or in its task's own formats.
 
     Args:
         run_dir: path of the run directory.
-        path: path of the file to write, or of the folder for the forms that the task knows.
+        path: path of the file to write, or of the folder for the task's own formats.
         which: checkpoint to export: `best`, `latest`, or a step's number.
         format: name of the format. By default, the one that the suffix of `path` says; if that
-            says none, the forms that the task knows.
-        overrides: `key=value` items for the config that name data for the exported model to predict
-            on; only for a task that is able to.
+            means none, the task's own formats.
+        overrides: `key=value` items for the config, with data for the exported model to predict on;
+            only for a task that supports it.
 
     Returns:
         Lines for people.
 
     Raises:
         LockstepError: there is no such run or checkpoint, no format is given and its task has no
-            forms of its own, data are given that it cannot predict on, the overrides are of
-            another model, or the path cannot be written.
+            own formats or cannot predict on the given data, the overrides change the model, or the
+            path cannot be written.
     """
     directory = RunDirectory(run_dir)
     target = trusted_target(directory)
@@ -154,7 +154,7 @@ def export(
     kind = task_class(target)
     own = load(kind.Config, run_dir / "config.yaml")
     config = override_data(own, overrides)
-    # What is exported is the run's, whatever data it then predicts on.
+    # The exported model is the run's, whatever data it then predicts on.
     task = make_task(kind, own)
     applied = make_task(kind, config) if overrides else task
     if overrides and (is_file or not isinstance(applied, Applies)):
@@ -170,7 +170,7 @@ def export(
     snapshot = find_snapshot(directory.checkpoints, which)
     if not overrides or not isinstance(applied, Applies):
         return task.export(snapshot.model, made(path, "export to"))
-    # The data first: what is wrong with them is known before anything is written.
+    # The data first: they may be unusable, and then nothing must be written.
     device = torch.device("cpu")
     model = restored(applied, config, snapshot, device, str(directory.checkpoints))
     applied.data_digest()

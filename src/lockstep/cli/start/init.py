@@ -53,7 +53,7 @@ def as_yaml(target: str, is_unset: bool = False) -> list[str]:
 
     Args:
         target: recipe or task.
-        is_unset: whether keys and sections are comments too, so that the file sets none.
+        is_unset: whether keys and sections are comments too, so that the file sets nothing.
 
     Raises:
         ConfigError: there is no such recipe, file or class, or it is a script, which takes none.
@@ -81,7 +81,7 @@ def _section(group: Group, others: Sequence[Group], depth: int, mark: str) -> It
         group: keys of the section.
         others: groups of keys of all other sections.
         depth: number of sections that this one is nested in.
-        mark: what each key and name of a section begins with.
+        mark: prefix of each key and section name.
     """
     indent = "  " * depth
     for key in group.keys:

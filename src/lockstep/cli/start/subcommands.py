@@ -1,4 +1,4 @@
-"""Subcommands that write a task, train it, and use what was trained."""
+"""Subcommands that write a task, train it, and use the trained model."""
 
 from __future__ import annotations
 
@@ -87,10 +87,11 @@ def train(
         from lockstep.cli.start import train as command
     steps = command.steps_to_profile(profile, profile_steps)
     start = command.start_items(from_run, from_only or [], run_dir if resume else None)
+    items = [*(overrides or []), *start]
     leave(
         command.train(
             target,
-            [*(overrides or []), *start],
+            items,
             ranks,
             launcher,
             run_dir,

@@ -13,7 +13,7 @@ from lockstep.config.parsing import parse_int, shown
 from lockstep.engine.checkpoint.kept_directory import KeptDirectory, kept_if_refused
 from lockstep.engine.checkpoint.origin import asked_items, items
 from lockstep.engine.checkpoint.run_directory import RunDirectory
-from lockstep.engine.task.rebuilt import Asked, watched
+from lockstep.engine.task.rebuilt import LengthReads, watched
 from lockstep.errors import ConfigError, LaunchError, LockstepError
 from lockstep.launching.front import Session, claim, leave, new_run_dir, predicted, run
 from lockstep.launching.host.output_pump import pumped_output
@@ -24,7 +24,7 @@ from lockstep.launching.targets import absolute, configured, is_script, make_tas
 from lockstep.launching.warm.starting import fork_server
 
 _PROFILED = (10, 13)
-"""Steps that `--profile` records: memory and caches are warm by then."""
+"""Steps that `--profile` records: after memory and caches have warmed up."""
 
 
 def train(
@@ -41,7 +41,7 @@ def train(
     per_rank: bool = False,
     verbose: bool = False,
 ) -> int:
-    """Train a target here, if this process is a rank or is to be the only one, else start ranks.
+    """Train a target in this process, if that is a rank or the only process; otherwise start ranks.
 
     Args:
         target: recipe, file or script to train.
@@ -61,7 +61,7 @@ def train(
         The exit code.
 
     Raises:
-        LockstepError: something given does not work; no rank was started.
+        LockstepError: an argument cannot be used; no rank was started.
     """
     environment = detect(os.environ)
     given = Session.from_env()
@@ -112,15 +112,16 @@ def train(
                 return _start(start((), replacements), session, 1, kept)
         kind, config = configured(target, overrides, config_file, session.resumed)
         task = make_task(kind, config)
-        predicted(config, num_ranks)  # so that what is wrong with its file is said at once
+        predicted(config, num_ranks)  # here, so that an unusable plan fails before ranks start
         session = replace(session, run_dir=str(run_dir or new_run_dir(task.name)))
         directory = RunDirectory(Path(str(session.run_dir)))
-        arguments = [*overrides, *items(config.weights_from)]  # the same on ranks that look later
-        arguments += [*(["--config", str(config_file.resolve())] if config_file else [])]
+        arguments = [*overrides, *items(config.weights_from)]  # fixed for ranks that start later
+        if config_file:
+            arguments += ["--config", str(config_file.resolve())]
         command = start(arguments, replacements, silence_s=config.hang_timeout_s)
         command = replace(command, start_timeout_s=config.start_timeout_s)
         with kept_if_refused(directory.path) as kept:
-            claim(directory, task, config, session)  # so that what is wrong is said at once
+            claim(directory, task, config, session)  # here, so that it fails before ranks start
             directory.close()
             return _start(command, session, config.threads, kept)
 
@@ -136,7 +137,7 @@ def resume(
     per_rank: bool = False,
     verbose: bool = False,
 ) -> int:
-    """Go on with the run in a directory; overrides may change what does not change the result.
+    """Resume the run in a directory; overrides may change only keys that cannot change the result.
 
     Args:
         run_dir: path of the run directory.
@@ -153,7 +154,7 @@ def resume(
         The exit code.
 
     Raises:
-        LockstepError: it is no run directory, or something given does not work.
+        LockstepError: it is no run directory, or an argument cannot be used.
     """
     directory = RunDirectory(run_dir)
     known, target = directory.identity(), trusted_target(directory)
@@ -170,12 +171,12 @@ def resume(
 def start_items(
     from_run: Path | None, only: Sequence[str], run_dir: Path | None = None
 ) -> list[str]:
-    """The `key=value` items of what `--from` and `--from-only` ask for.
+    """The `key=value` items for the options `--from` and `--from-only`.
 
     Args:
         from_run: the run to start from, if there is one.
         only: patterns of the names of its tensors.
-        run_dir: directory of the run, if it goes on where it is there.
+        run_dir: directory of the run, if it is resumed.
 
     Raises:
         LockstepError: there is no such checkpoint, or only the second option is given.
@@ -216,10 +217,10 @@ def steps_to_profile(is_wanted: bool, text: str | None) -> tuple[int, int] | Non
 def _train_here(
     target: str, overrides: Sequence[str], session: Session, config_file: Path | None
 ) -> int:
-    """Be a rank, or the only process."""
+    """Train as a rank, or as the only process."""
     kind, config = configured(target, overrides, config_file, session.resumed)
     try:
-        run(make_task(kind, watched(config, Asked())), config, session)
+        run(make_task(kind, watched(config, LengthReads())), config, session)
     except LockstepError as error:
         leave(error)
     return 0

@@ -75,11 +75,8 @@ class ElasticSubgroup(Subgroup):
         if self._connections.have_closed():
             raise RuntimeError("the group was given up")
 
-    def _finish(self, work: Any) -> None:
-        self._wait(work, finish, self._connections)
-
-    def _finish_message(self, work: Any) -> None:
-        self._wait(work, finish_message, self._connections)
+    def _finish(self, work: Any, is_message: bool = False) -> None:
+        self._wait(work, finish_message if is_message else finish, self._connections)
 
 
 def cut(backend: str, group: Any, connections: Connections) -> None:
@@ -337,11 +334,8 @@ class ElasticTransport(GroupTransport):
         for part in list(self._subgroups):
             part.give_up()
 
-    def _finish(self, work: Any) -> None:
-        self._wait(work, finish, self._connections)
-
-    def _finish_message(self, work: Any) -> None:
-        self._wait(work, finish_message, self._connections)
+    def _finish(self, work: Any, is_message: bool = False) -> None:
+        self._wait(work, finish_message if is_message else finish, self._connections)
 
     def _wait(self, work: Any, finish: Finish, own: Connections) -> None:
         if self.name == "nccl":

@@ -85,13 +85,13 @@ class GroupTransport(HostTransport):
     @collective
     def finish_sending(self, handle: Any) -> None:
         """See `Transport.finish_sending`."""
-        self._finish_message(handle)
+        self._finish(handle, is_message=True)
 
     @collective
     def receive(self, tensor: Tensor, source: int) -> None:
         """See `Transport.receive`."""
         self.traffic.add(0, tensor.numel() * tensor.itemsize)
-        self._finish_message(self.group.recv([tensor], source, 0))
+        self._finish(self.group.recv([tensor], source, 0), is_message=True)
 
     def gather_host(self, own: Tensor, counts: Sequence[int]) -> Tensor:
         """See `Transport.gather_host`; staged where the backend moves device memory only."""
@@ -104,11 +104,9 @@ class GroupTransport(HostTransport):
         if self.device.type == "cpu":
             super().share_memory()
 
-    def _finish(self, work: Any) -> None:
+    def _finish(self, work: Any, is_message: bool = False) -> None:
+        """Wait for a collective, or for a message to or from one rank."""
         work.wait()
-
-    def _finish_message(self, work: Any) -> None:
-        self._finish(work)
 
 
 class Subgroup(GroupTransport):

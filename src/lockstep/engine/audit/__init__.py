@@ -1,1 +1,1 @@
-"""Looking for what the engine does not know of: state in user code, and likely mistakes."""
+"""Checks of user code for state that the engine does not manage, and for likely mistakes."""

@@ -1,7 +1,7 @@
-"""Forgetting for a while what passes have kept, to see whether it is a cache.
+"""Clearing for a while what passes have stored, to see whether it is a cache.
 
-What a cache has kept can be computed again, and then nothing comes out otherwise. What was kept
-from an earlier model, from other samples or from a count of passes cannot.
+The content of a cache can be computed again, and the results are the same. What was stored of an
+earlier model, of other samples or of a count of passes cannot.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch import Tensor
 from lockstep.engine.audit.hidden_state import is_library
 
 _MOST_BYTES = 64 << 20
-"""Greatest size of all copies together; what is larger is not forgotten."""
+"""Greatest size of all copies together; larger containers are not cleared."""
 _ITEM_BYTES = 64
-"""About what an item of a container takes."""
+"""Rough size of an item of a container."""
 
 
 class Caches:
-    """Containers that passes have changed, and cached functions; they forget and remember."""
+    """Containers that passes have changed, and cached functions."""
 
     def __init__(self, kinds: Iterable[type]) -> None:
-        """Take note of the cached functions of some classes and of their modules.
+        """Find the cached functions of some classes and of their modules.
 
         Args:
             kinds: classes of the task, its datasets and its hooks.
@@ -42,11 +42,11 @@ class Caches:
 
     @property
     def paths(self) -> list[str]:
-        """The paths of what forgets."""
+        """The paths of what `forget` clears."""
         return [*self._first, *(f"{owner.__name__}.{name}" for owner, name, _ in self._functions)]
 
     def note(self, containers: Mapping[str, object]) -> None:
-        """Take note of what containers hold now, by path, unless they are known already."""
+        """Copy the content of containers, by path, unless they are known already."""
         for path, value in containers.items():
             size = _size(value)
             if path not in self._first and self._num_bytes + size <= _MOST_BYTES:
@@ -54,10 +54,10 @@ class Caches:
                 self._first[path] = value, _content(value)
 
     def forget(self, with_functions: bool = True) -> None:
-        """Have all containers hold what they held when they were noted.
+        """Give all containers the content that they had when they were noted.
 
         Args:
-            with_functions: whether cached functions are to have no results.
+            with_functions: whether the results of cached functions are cleared too.
         """
         self._is_forgotten = True
         self._now = [(value, _content(value)) for value, _ in self._first.values()]
@@ -68,7 +68,7 @@ class Caches:
             _set(owner, name, again)
 
     def recall(self) -> None:
-        """Have everything as it was before `forget`; does nothing without it."""
+        """Undo `forget`; does nothing without it."""
         if not self._is_forgotten:
             return
         self._is_forgotten = False
@@ -94,7 +94,7 @@ def _cached_functions(kinds: Iterable[type]) -> Iterable[tuple[Any, str, Any]]:
 
 
 def _set(owner: Any, name: str, value: object) -> None:
-    with suppress(AttributeError, TypeError):  # of a class that refuses, it stays as it is
+    with suppress(AttributeError, TypeError):  # a class may refuse
         if isinstance(owner, type):
             type.__setattr__(owner, name, value)
         else:

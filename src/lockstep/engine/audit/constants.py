@@ -1,75 +1,27 @@
-"""What a forward or backward pass must leave as it is: parameters and constant buffers.
+"""Checks of what forward and backward passes must not change: parameters and constant buffers.
 
-Parameters get other memory than a task gave them: one flat array, or that of a shard or slice. What
-is the same object moves with them, as a tied weight does; a view or another parameter over the same
-memory would stay behind with the values of the start.
+A pass changes them once for each microbatch of this rank, so the result would depend on the number
+of ranks.
 
-What a pass changes there happens once for each microbatch of this rank, so the result would depend
-on the number of ranks.
+Parameters are moved to other memory than a task has given them: one flat array, or that of a shard
+or slice. The same object moves with them, as a tied weight does; a view, or another parameter over
+the same memory, would keep the initial values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from operator import attrgetter, is_
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.engine.audit.hidden_state import has_memory, module_globals, tensors_held
+from lockstep.engine.audit.hidden_state import Walk, has_memory, module_globals
 from lockstep.engine.flat_tensors import given_other_memory
 from lockstep.engine.passes.buffers import changed_in_pass, same_bits, tensor_places
 from lockstep.engine.task import Task
 from lockstep.errors import TaskError
 from lockstep.nn.remote import is_released
-
-
-def check_aliases(task: Task, model: nn.Module) -> None:
-    """Refuse whatever shares memory with a trainable parameter.
-
-    Args:
-        task: task, which may keep tensors too.
-        model: model as the task has built it.
-
-    Raises:
-        TaskError: naming both.
-    """
-    homes: dict[int, list[tuple[str, Tensor]]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and has_memory(parameter):
-            homes.setdefault(parameter.untyped_storage().data_ptr(), []).append((name, parameter))
-    roots: Mapping[str, object] = {"task": task, "model": model} | module_globals(type(task))
-    for path, tensor in _others(model, roots):
-        if not has_memory(tensor) or not tensor.numel():
-            continue
-        for name, trained in homes.get(tensor.untyped_storage().data_ptr(), []):
-            if tensor is not trained and _overlap(tensor, trained):
-                raise TaskError(
-                    f"{path}: shares memory with the parameter {name}, whose memory moves, and "
-                    "would keep the values of the start; let both be one parameter (b.weight = "
-                    f"a.weight), or take it from {name} in each forward pass"
-                )
-
-
-def _others(model: nn.Module, roots: Mapping[str, object]) -> Iterable[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-    yield from tensors_held(roots).items()
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether tensors in the same storage have an element in common."""
-    touched = torch.zeros(a.untyped_storage().nbytes(), dtype=torch.bool)
-    _bytes_of(a, touched).fill_(True)
-    return bool(_bytes_of(b, touched).any())
-
-
-def _bytes_of(tensor: Tensor, memory: Tensor) -> Tensor:
-    """Of memory with an element for each byte of a storage, those of a tensor's bytes."""
-    width = tensor.itemsize
-    strides = [*(stride * width for stride in tensor.stride()), 1]
-    return memory.as_strided([*tensor.shape, width], strides, tensor.storage_offset() * width)
-
 
 _MOST_COPIED = 1 << 20
 """Elements of one tensor that are compared by value."""
@@ -90,7 +42,7 @@ class Constants:
         self.watch_anew()
 
     def watch_anew(self) -> None:
-        """Watch the tensors that there are now, some of which have been given other memory."""
+        """Watch the model's present tensors, some of which have been moved to other memory."""
         model = self._model
         self._ids = _ids(model)
         self._places = [p for p in tensor_places(model) if p.name not in self._changing]
@@ -102,7 +54,7 @@ class Constants:
         self.mark()
 
     def mark(self, step: int = -1) -> None:
-        """Take the present state as the right one, before the passes of a step."""
+        """Take the present state as the expected one, before the passes of a step."""
         self._versions = [*map(_VERSION, self._tensors)]
         by_value = step >= 0 and step & (step - 1) == 0
         self._copies = [_part(p.tensor).clone() for p in self._places] if by_value else []
@@ -118,7 +70,7 @@ class Constants:
             TaskError: naming the first tensor that has.
         """
         tensors = self._tensors
-        # In each step: a generator or a lambda would take longer than what it looks at.
+        # In each step, so without generators and lambdas, which take longer than the comparisons.
         if (
             [*map(_VERSION, tensors)] != self._versions
             or [*map(_IS_TRAINED, tensors)] != self._trained
@@ -146,7 +98,7 @@ class Constants:
             )
 
     def _find_changed(self, when: str, changed: Callable[[str], str]) -> None:
-        """Name the first tensor that is not as it was; pointers of those let go may change."""
+        """Raise the error of the first tensor that has changed; released ones may have moved."""
         for index, (name, tensor, held_in, key) in enumerate(self._places):
             if tensor._version != self._versions[index]:
                 raise TaskError(f"{when}: {changed(name)}")
@@ -164,7 +116,7 @@ class Constants:
             if (
                 tensor.data_ptr() != self._pointers[index]
                 and self._trained[index]
-                and not is_released(tensor)  # else its block's storage has looked at it
+                and not is_released(tensor)  # else its block's storage checks it
             ):
                 raise TaskError(f"{when}: {given_other_memory(name)}")
 
@@ -174,8 +126,49 @@ def _ids(model: nn.Module) -> dict[str, int]:
 
 
 def _part(tensor: Tensor) -> Tensor:
-    if not tensor.numel() or is_released(
-        tensor
-    ):  # to make it flat would take the memory of the whole of it
+    # A released tensor has a shape without memory: to flatten it would allocate all of it.
+    if not tensor.numel() or is_released(tensor):
         return tensor.new_empty(0)
     return tensor.detach().reshape(-1)[:_MOST_COPIED]
+
+
+def check_aliases(task: Task, model: nn.Module) -> None:
+    """Refuse whatever shares memory with a trainable parameter.
+
+    Args:
+        task: task, which may keep tensors too.
+        model: model as the task has built it.
+
+    Raises:
+        TaskError: naming both.
+    """
+    homes: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and has_memory(parameter):
+            homes.setdefault(parameter.untyped_storage().data_ptr(), []).append((name, parameter))
+    roots: Mapping[str, object] = {"task": task, "model": model} | module_globals(type(task))
+    others = [*model.named_parameters(), *model.named_buffers(), *Walk(roots).tensors.items()]
+    for path, tensor in others:
+        if not has_memory(tensor) or not tensor.numel():
+            continue
+        for name, trained in homes.get(tensor.untyped_storage().data_ptr(), []):
+            if tensor is not trained and _overlap(tensor, trained):
+                raise TaskError(
+                    f"{path}: shares memory with the parameter {name}, whose memory moves, and "
+                    "would keep the values of the start; let both be one parameter (b.weight = "
+                    f"a.weight), or take it from {name} in each forward pass"
+                )
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether tensors in the same storage have an element in common."""
+    touched = torch.zeros(a.untyped_storage().nbytes(), dtype=torch.bool)
+    _bytes_of(a, touched).fill_(True)
+    return bool(_bytes_of(b, touched).any())
+
+
+def _bytes_of(tensor: Tensor, memory: Tensor) -> Tensor:
+    """The part of `memory`, which has an element for each byte of a storage, of a tensor."""
+    width = tensor.itemsize
+    strides = [*(stride * width for stride in tensor.stride()), 1]
+    return memory.as_strided([*tensor.shape, width], strides, tensor.storage_offset() * width)

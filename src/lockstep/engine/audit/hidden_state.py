@@ -1,8 +1,8 @@
-"""State that a task holds outside the engine's sight: counters, generators, tensors in attributes.
+"""State of a task that the engine does not manage: counters, generators, tensors in attributes.
 
-What a batch leaves behind in plain attributes depends on how many batches this process has seen,
-and so on the number of ranks. `hidden_state` makes it visible: two snapshots of the same objects
-can be compared by path.
+What a batch changes in plain attributes depends on how many batches this process has seen, and so
+on the number of ranks. `hidden_state` makes it visible: two snapshots of the same objects can be
+compared by path.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _ITERATORS: tuple[type[Any], ...] = (
     itertools.repeat, itertools.accumulate, itertools.starmap, itertools.takewhile,
     itertools.dropwhile, itertools.compress, itertools.product, itertools.permutations,
 )  # fmt: skip
-"""Types of iterators that say what they go on with, for pickle's sake."""
+"""Types of iterators whose position can be read, since they can be pickled."""
 _CONTAINERS = (dict, list, set, deque, bytearray, np.ndarray, Tensor)
-"""Types of what passes may keep something in, and that can be given back what they held."""
+"""Types that passes may keep something in, and whose content can be restored."""
 _LINK = "_lru_list_elem"
 _WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 _STATEFUL = (
@@ -60,20 +60,20 @@ _STATEFUL = (
 )  # fmt: skip
 """Types of a script's global variables that are looked at, beside objects of its classes."""
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "pydantic", "lockstep"})
-"""Classes from these keep no state of a run in themselves."""
+"""Libraries whose classes have no state of a run."""
 _OF_ENGINE = tuple(f"lockstep.{room}." for room in ("comm", "parallel", "engine", "observe"))
-"""Packages whose objects keep no state of a user's."""
+"""Packages whose objects have no state of users."""
 KEYS = " keys"
-"""What the text of a dict's size ends with; that of a list is a number."""
+"""The end of the text of a dict's size; that of a list is a number."""
 _HEAP_TYPE = 1 << 9
-"""CPython's flag of classes that were made at run time, and so can be changed."""
+"""CPython's flag of classes that are made at run time, and so can be changed."""
 _OPAQUE = (types.ModuleType, types.BuiltinFunctionType, types.CodeType)
 _OPAQUE_MODULES = frozenset({
     "threading", "_thread", "concurrent", "queue", "_queue", "multiprocessing", "_multiprocessing",
     "logging", "asyncio", "_asyncio", "weakref", "_weakref", "_weakrefset", "io", "_io", "socket",
     "_socket", "selectors", "subprocess",
 })  # fmt: skip
-"""Modules whose objects hold values that depend on time; what ranks have said does, too."""
+"""Modules whose objects depend on time, or on messages of other ranks."""
 
 
 def hidden_state(
@@ -92,29 +92,12 @@ def hidden_state(
     Returns:
         For each path, such as `task.calls`, a text that differs when its value does.
     """
-    return _Walk(roots, without, most_bytes).texts
+    return Walk(roots, without, most_bytes).texts
 
 
-def held_generators(roots: Mapping[str, object]) -> dict[str, AnyGenerator]:
-    """The random generators among what `hidden_state` sees, by path."""
-    return _Walk(roots).generators
-
-
-def tensors_held(roots: Mapping[str, object]) -> dict[str, Tensor]:
-    """The tensors among what `hidden_state` sees, by path; no parameters and buffers of modules."""
-    return _Walk(roots).tensors
-
-
-def objects_held(roots: Mapping[str, object], without: Iterable[object] = ()) -> dict[str, object]:
-    """The objects of users' own classes among what `hidden_state` sees, by path."""
-    return _Walk(roots, without).objects
-
-
-def containers_held(
-    roots: Mapping[str, object], without: Iterable[object] = ()
-) -> dict[str, object]:
-    """The containers, arrays and tensors among what `hidden_state` sees, by path."""
-    return _Walk(roots, without).containers
+def differing(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """The paths whose texts differ between two results of `hidden_state`."""
+    return [path for path in {**before, **after} if before.get(path) != after.get(path)]
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -134,7 +117,9 @@ def module_globals(kind: type, beside: bool = True) -> dict[str, object]:
     """
     name = kind.__module__
     own = sys.modules.get(name)
-    modules = _modules_beside(name) if beside else {name: own} if own is not None else {}
+    if own is None:
+        return {}
+    modules = {name: own} | (_modules_beside(name, own) if beside else {})
     return {
         f"{f'{name}.py' if name in ('task', 'model') else name}.{variable}": value
         for name, module in modules.items()
@@ -148,16 +133,12 @@ def _may_hold_state(value: object, modules: Mapping[str, object]) -> bool:
     return isinstance(value, _STATEFUL) or kind.__module__ in modules or has_text(value)
 
 
-def _modules_beside(name: str) -> dict[str, types.ModuleType]:
-    """A module, and the loaded ones whose files are in its folder, unless that is a library's."""
-    own = sys.modules.get(name)
-    if own is None:
-        return {}
-    folder = _folder(own)
+def _modules_beside(name: str, module: types.ModuleType) -> dict[str, types.ModuleType]:
+    """The loaded modules whose files are in the folder of a module, unless that is a library's."""
+    folder = _folder(module)
     if folder is None or folder.endswith("-packages") or is_library(name):
-        return {name: own}
-    beside = {n: m for n, m in list(sys.modules.items()) if _folder(m) == folder}
-    return {name: own} | beside
+        return {}
+    return {n: m for n, m in list(sys.modules.items()) if _folder(m) == folder}
 
 
 def _folder(module: object) -> str | None:
@@ -171,8 +152,16 @@ def is_library(module: object) -> bool:
     return str(module).partition(".")[0] in _LIBRARIES
 
 
-class _Walk:
-    """Visits each object once, depth first, up to a bound on their number."""
+class Walk:
+    """Visits what can be reached from some objects: each once, depth first, up to a bound.
+
+    Attributes:
+        texts: see `hidden_state`.
+        generators: random generators by path.
+        tensors: tensors by path, except parameters and buffers of roots that are modules.
+        objects: objects of users' own classes by path.
+        containers: containers, arrays and tensors by path.
+    """
 
     def __init__(
         self,
@@ -203,7 +192,7 @@ class _Walk:
             return
         if _is_opaque(value) or id(value) in self._seen or len(self._seen) >= _MOST_OBJECTS:
             return
-        self._seen[id(value)] = value  # kept alive, so that its id stays its own
+        self._seen[id(value)] = value  # kept alive, so that no other object gets its id
         if isinstance(value, GENERATORS):
             self.generators[path] = value
         if _is_of_own_class(value):
@@ -216,7 +205,7 @@ class _Walk:
             if isinstance(value, Tensor):
                 self.tensors[path] = value
         if text is None or isinstance(value, Tensor):
-            self._seen |= {id(kind): kind for kind in type(value).__mro__}  # their state is its own
+            self._seen |= {id(kind): kind for kind in type(value).__mro__}  # their state is in it
             yield from _children(value)
 
 
@@ -357,13 +346,12 @@ def _content(cell: types.CellType) -> object:
         return None
 
 
-def _ends(count: int) -> Iterator[int]:
+def _ends(count: int) -> Iterable[int]:
     """Indices of the items that are looked at."""
-    half = _MOST_ITEMS // 2
     if count <= _MOST_ITEMS:
-        yield from range(count)
-    else:
-        yield from itertools.chain(range(half), range(count - half, count))
+        return range(count)
+    half = _MOST_ITEMS // 2
+    return itertools.chain(range(half), range(count - half, count))
 
 
 def _items(value: dict[Any, Any]) -> list[tuple[Any, Any]]:

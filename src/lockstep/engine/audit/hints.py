@@ -1,4 +1,4 @@
-"""What a task probably does not mean, and errors of code that cannot take shards."""
+"""Hints at likely mistakes in a task, and at code that cannot use tensors in shards."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import difflib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import CodeType, FunctionType
-from typing import Any
+from types import FunctionType
 
 from torch import nn
 
 from lockstep.data.loader import BatchSource
+from lockstep.engine.audit.reachable import codes
 from lockstep.engine.passes.buffers import KeptBuffers, tensor_places
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.task import Task
@@ -20,14 +20,83 @@ from lockstep.errors import LockstepError, TaskError
 from lockstep.nn.sharded.logits import ShardedLogits
 from lockstep.nn.sharded.sharded_tensor import ShardedTensor, frames_of, location
 
+_FOREIGN = {
+    "build_optimizer": ("configure_optimizers", "create_optimizer", "get_optimizer"),
+    "build_model": ("configure_model", "create_model", "get_model"),
+    "loss": ("training_step", "train_step", "compute_loss"),
+    "evaluate": ("validation_step", "test_step", "eval_step", "validate"),
+    "collate": ("collate_fn",),
+    "dataset": ("train_dataloader", "val_dataloader", "test_dataloader", "get_dataset"),
+    "metrics of the Loss that loss and evaluate return": ("compute_metrics",),
+    "data.shuffle in the config, as Lockstep's sampler fixes which samples a step has": (
+        "sampler", "batch_sampler", "train_sampler", "get_sampler",
+    ),
+    "schedule.name in the config": (
+        "scheduler", "lr_scheduler", "configure_schedulers", "create_scheduler", "get_scheduler",
+    ),
+}  # fmt: skip
+"""What to use here, instead of methods that other frameworks call."""
+_CLOSE = 0.85
+
+_MEAN = (1.6, 2.4)
+"""Range of the sum of both halves' losses, divided by the whole's, if each is a mean."""
+
+
+def ignored_methods(kind: type[Task]) -> list[str]:
+    """Messages about methods of a task that are never called, though their names suggest it."""
+    own = list(_own_methods(kind))
+    used = {name for _, function in own for code in codes(function) for name in code.co_names}
+    meant = {name: instead for instead, names in _FOREIGN.items() for name in names}
+    hooks = [n for n, v in vars(Task).items() if isinstance(v, FunctionType) and n[0] != "_"]
+    hints = {}
+    for name, _ in own:
+        if name in used or name in vars(Task) or name[0] == "_":
+            continue
+        close = difflib.get_close_matches(name, hooks, 1, _CLOSE)
+        instead = meant.get(name) or (close[0] if close else "")
+        if instead or name.startswith("on_"):
+            end = f"; use {instead}" if instead else ": there are no such hooks"
+            hints[name] = f"{kind.__name__}.{name} is never called{end}"
+    return list(hints.values())
+
+
+def mean_loss(model: nn.Module, compute: Compute, loader: BatchSource) -> list[str]:
+    """A message if `Loss.sum` seems to be a mean, which is then divided by the weight once more.
+
+    Both halves of a microbatch are tried: sums add up to that of the whole, means to its double.
+    """
+    losses: list[tuple[float, float]] = []
+    buffers = KeptBuffers(model)
+    # A task need not work with batches of other sizes.
+    with contextlib.suppress(Exception, SystemExit):
+        for batch in loader.halved(0, 0):
+            loss = compute.forward(0, 0, batch)
+            losses.append((float(loss.sum.detach()), float(loss.weight)))
+    buffers.restore()
+    compute.lookups.fetch(None)
+    if len(losses) != 3:
+        return []
+    (whole, weight), *halves = losses
+    if not (whole and weight and math.isfinite(whole)):
+        return []
+    scale = sum(loss for loss, _ in halves) / whole
+    grows = math.isclose(sum(w for _, w in halves), weight, rel_tol=0.2)
+    if not (grows and _MEAN[0] < scale < _MEAN[1]):
+        return []
+    return [
+        "Task.loss: Loss.sum seems to be a mean, as it is about the same for half a microbatch, "
+        "and is divided by Loss.weight once more; use reduction='sum', or Loss.mean(loss, number "
+        "of samples)"
+    ]
+
 
 @contextmanager
 def shards_explained(model: nn.Module) -> Iterator[None]:
-    """Say where an exception over a tensor in shards comes from, and what to do.
+    """Explain an exception about a tensor in shards: where it comes from, and what to do.
 
     Raises:
-        TaskError: in place of an exception whose text names such a tensor; or the code has put
-            one in a buffer's place.
+        TaskError: instead of an exception whose text names such a tensor; or the code has replaced
+            a buffer by one.
     """
     try:
         yield
@@ -51,88 +120,10 @@ def shards_explained(model: nn.Module) -> Iterator[None]:
         ) from error
 
 
-_FOREIGN = {
-    "build_optimizer": ("configure_optimizers", "create_optimizer", "get_optimizer"),
-    "build_model": ("configure_model", "create_model", "get_model"),
-    "loss": ("training_step", "train_step", "compute_loss"),
-    "evaluate": ("validation_step", "test_step", "eval_step", "validate"),
-    "collate": ("collate_fn",),
-    "dataset": ("train_dataloader", "val_dataloader", "test_dataloader", "get_dataset"),
-    "metrics of the Loss that loss and evaluate return": ("compute_metrics",),
-    "data.shuffle in the config, as Lockstep's sampler fixes which samples a step has": (
-        "sampler", "batch_sampler", "train_sampler", "get_sampler",
-    ),
-    "schedule.name in the config": (
-        "scheduler", "lr_scheduler", "configure_schedulers", "create_scheduler", "get_scheduler",
-    ),
-}  # fmt: skip
-"""What is to be used here, instead of methods that other frameworks call."""
-
-_CLOSE = 0.85
-_MEAN = (1.6, 2.4)
-"""What both halves' losses may add up to, in units of the whole's, if each is a mean."""
-
-
-def ignored_methods(kind: type[Task]) -> list[str]:
-    """Messages on methods of a task that nobody calls, but whose names say that they should be."""
-    own = list(_own_methods(kind))
-    used = {name for _, function in own for name in _names(function.__code__)}
-    meant = {name: instead for instead, names in _FOREIGN.items() for name in names}
-    hooks = [n for n, v in vars(Task).items() if isinstance(v, FunctionType) and n[0] != "_"]
-    hints = {}
-    for name, _ in own:
-        if name in used or name in vars(Task) or name[0] == "_":
-            continue
-        close = difflib.get_close_matches(name, hooks, 1, _CLOSE)
-        instead = meant.get(name) or (close[0] if close else "")
-        if instead or name.startswith("on_"):
-            end = f"; use {instead}" if instead else ": there are no such hooks"
-            hints[name] = f"{kind.__name__}.{name} is never called{end}"
-    return list(hints.values())
-
-
-def mean_loss(model: nn.Module, compute: Compute, loader: BatchSource) -> list[str]:
-    """A message if `Loss.sum` seems to be a mean, which is then divided by the weight once more.
-
-    Both halves of a microbatch are tried: sums add up to that of the whole, means to its double.
-    """
-    losses: list[tuple[float, float]] = []
-    buffers = KeptBuffers(model)
-    # A task need not be made for other sizes.
-    with contextlib.suppress(Exception, SystemExit):
-        for batch in loader.halved(0, 0):
-            loss = compute.forward(0, 0, batch)
-            losses.append((float(loss.sum.detach()), float(loss.weight)))
-    buffers.restore()
-    compute.lookups.fetch(None)
-    if len(losses) != 3:
-        return []
-    (whole, weight), *halves = losses
-    if not (whole and weight and math.isfinite(whole)):
-        return []
-    scale = sum(loss for loss, _ in halves) / whole
-    grows = math.isclose(sum(w for _, w in halves), weight, rel_tol=0.2)
-    if not (grows and _MEAN[0] < scale < _MEAN[1]):
-        return []
-    return [
-        "Task.loss: Loss.sum seems to be a mean, as it is about the same for half a microbatch, "
-        "and is divided by Loss.weight once more; use reduction='sum', or Loss.mean(loss, number "
-        "of samples)"
-    ]
-
-
-def _own_methods(kind: type[Task]) -> Iterator[tuple[str, Any]]:
+def _own_methods(kind: type[Task]) -> Iterator[tuple[str, FunctionType]]:
     for base in kind.__mro__:
         if issubclass(base, Task) and base is not Task:
             for name, value in vars(base).items():
                 function = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
                 if isinstance(function, FunctionType):
                     yield name, function
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """All names that a function's code and the code in it refer to."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)

@@ -1,4 +1,4 @@
-"""What an object refers to, looked through for state that nobody else knows of."""
+"""Values that change when an object, or something that it refers to, does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import hashlib
 import io
 import itertools
 import mmap
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from types import (
@@ -33,6 +32,7 @@ MOST_BYTES = 1 << 20
 
 MEMORY = (memoryview, mmap.mmap, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
 """Types of objects that are memory, of which others may have a view."""
+
 STREAMS = (io.BytesIO, io.StringIO)
 """Types of files that are in memory."""
 
@@ -46,7 +46,12 @@ _BY_MODULE: Mapping[str, Callable[[Any], str]] = MappingProxyType(
         "multiprocessing.sharedctypes": lambda value: _memory(value.get_obj(), MOST_BYTES),
     }
 )
-"""Texts of objects of other modules' types: sums so far, changes of a data base, shared values."""
+"""Texts for objects of these modules: sums so far, changes of a database, shared values."""
+_DEPTH = 8
+
+_OPAQUE = (
+    type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, nn.Module, optim.Optimizer,
+)  # fmt: skip
 
 
 def leaf(value: object, most_bytes: int = MOST_BYTES) -> str | None:
@@ -113,7 +118,7 @@ def _array(value: np.ndarray[Any, Any], most_bytes: int) -> str:
 
 
 def short(value: str | bytes) -> str:
-    """Itself if it is a short text, else the beginning of its SHA-256."""
+    """A short text itself, or the beginning of the SHA-256 of anything else."""
     if isinstance(value, str):
         if len(value) <= 40:
             return value
@@ -121,14 +126,8 @@ def short(value: str | bytes) -> str:
     return hashlib.sha256(value).hexdigest()[:16]
 
 
-_DEPTH = 8
-_OPAQUE = (
-    type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, nn.Module, optim.Optimizer,
-)  # fmt: skip
-
-
 def optimizers_in(optimizer: optim.Optimizer) -> dict[str, optim.Optimizer]:
-    """An optimizer under the name "", and those it holds under the paths of its attributes."""
+    """An optimizer under the name "", and those inside of it under the paths of its attributes."""
     optimizers: dict[str, optim.Optimizer] = {}
     _collect(optimizer, "", optimizers)
     return optimizers
@@ -163,7 +162,7 @@ def fingerprints(values: Mapping[str, Any], without: Set[int]) -> dict[str, obje
 
 
 def _mark(value: Any, without: Set[int]) -> object | None:
-    """Tells values of a leaf apart; None if it is no leaf."""
+    """A value that differs when a leaf does; None if it is not a leaf."""
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
         return repr(value)
     if isinstance(value, Tensor):
@@ -171,18 +170,13 @@ def _mark(value: Any, without: Set[int]) -> object | None:
             return value._version
         if value.untyped_storage().data_ptr() in without:
             return ""
-        # Exact, whatever the order of the sum.
+        # A sum of integers is exact in any order.
         total = value.detach().contiguous().reshape(-1).view(torch.uint8).sum(dtype=torch.int64)
         return value.dtype, tuple(value.shape), int(total)
     if isinstance(value, np.ndarray):
         return value.tobytes()
-    if isinstance(value, torch.Generator):
-        return bytes(value.get_state().numpy())
-    if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
-    if isinstance(value, (np.random.RandomState, random.Random)):
-        state = value.getstate() if isinstance(value, random.Random) else value.get_state()
-        return repr(state)
+    if isinstance(value, GENERATORS):
+        return repr(generator_state(value))
     return None
 
 
@@ -224,16 +218,21 @@ def attributes_read(kind: type, method: str) -> set[str]:
     while waiting:
         function = getattr(kind, waiting.pop(), None)
         if isinstance(function, FunctionType):
-            new = set(_reads(function.__code__)) - names
-            names |= new
-            waiting += new
+            read = {
+                str(instruction.argval)
+                for code in codes(function)
+                for instruction in dis.get_instructions(code)
+                if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
+            }
+            waiting += read - names
+            names |= read
     return names
 
 
-def _reads(code: CodeType) -> Iterator[str]:
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
-            yield str(instruction.argval)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _reads(constant)
+def codes(function: FunctionType) -> Iterator[CodeType]:
+    """The code of a function, and that of functions and comprehensions inside of it."""
+    waiting = [function.__code__]
+    while waiting:
+        code = waiting.pop()
+        yield code
+        waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]

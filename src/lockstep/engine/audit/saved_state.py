@@ -1,4 +1,4 @@
-"""Whether what a task and its hooks change beside training would come back from a checkpoint."""
+"""Whether changes of a task and its hooks beside training would be restored from a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from torch import nn, optim
 
 from lockstep.data.loader import BatchSource
-from lockstep.engine.audit.hidden_state import hidden_state
-from lockstep.engine.audit.pass_state import is_looked_at
+from lockstep.engine.audit.hidden_state import differing, hidden_state
+from lockstep.engine.audit.pass_state import is_check_due
 from lockstep.engine.snapshot.task_state import TaskState
-from lockstep.engine.task import is_scratch, made_anew
+from lockstep.engine.task import is_scratch, rebuilt
 from lockstep.errors import TaskError
 
 
 class SavedState:
-    """Compares what is held before and after a task's and its hooks' code has run."""
+    """Compares the state before and after the code of a task and its hooks has run."""
 
     def __init__(
         self,
@@ -32,35 +32,30 @@ class SavedState:
         self._own: dict[str, str] = {}
         self._num_checks = 0
 
-    def held(self) -> dict[str, str]:
+    def state(self) -> dict[str, str]:
         """Everything that can be reached from task, hooks, model and dataset, by its path."""
-        # Apart, since a dataset may be reached from the task too.
+        # Separately, since a dataset may be reached from the task too.
         inside = hidden_state({"dataset('train')": self._loader.dataset})
-        # What an optimizer keeps here is saved, also where the task holds the optimizer.
+        # The optimizer's own state is saved, also where the task refers to the optimizer.
         saved = [v for o in self._optimizers for v in (o.state, o.param_groups, *o.param_groups)]
-        roots = {"task": self._state.task, "model": self._model} | _kept(self._state)
+        roots = {"task": self._state.task, "model": self._model} | _saved_hooks(self._state)
         return hidden_state(roots, saved) | inside
 
     def check(self, before: Mapping[str, str], caller: str) -> None:
         """Refuse changes that a resumed run, or a process that fetches data, would not see.
 
         Args:
-            before: what was held before the code ran.
-            caller: what the code is called, for messages.
+            before: the state before the code ran.
+            caller: name of the code, for messages.
 
         Raises:
             TaskError: naming the first.
         """
-        now = self.held()
-        task = self._state.task
-        changed = [
-            path
-            for path in dict.fromkeys((*before, *now))
-            if before.get(path) != now.get(path) and not is_scratch(task, path)
-        ]
+        now, task = self.state(), self._state.task
+        changed = [path for path in differing(before, now) if not is_scratch(task, path)]
         own = [path for path in changed if path.startswith(("task", "hooks"))]
         self._own |= dict.fromkeys(own, caller)
-        back = self._brought_back() if own else {}
+        back = self._restored() if own else {}
         for path in changed:
             name = path.rstrip("!")
             if path.startswith("dataset"):
@@ -81,23 +76,23 @@ class SavedState:
                     "set it in each Task.loss"
                 )
             elif back is not None and back.get(path) != now.get(path):
-                raise self._not_brought_back(path, caller)
+                raise self._not_restored(path, caller)
 
     def check_again(self) -> None:
-        """Refuse state that has come back before, and no longer does; before some checkpoints.
+        """Refuse state that was restored before, and no longer is; before some checkpoints.
 
         Raises:
             TaskError: naming the first.
         """
         self._num_checks += 1
-        if not self._own or not is_looked_at(self._num_checks):
+        if not self._own or not is_check_due(self._num_checks):
             return
-        back, now = self._brought_back(), self.held()
+        back, now = self._restored(), self.state()
         for path, caller in self._own.items():
             if back is not None and back.get(path) != now.get(path):
-                raise self._not_brought_back(path, caller)
+                raise self._not_restored(path, caller)
 
-    def _not_brought_back(self, path: str, caller: str) -> TaskError:
+    def _not_restored(self, path: str, caller: str) -> TaskError:
         kind = type(self._state.task).__name__
         owner = "the hook's " if path.startswith("hooks") else f"{kind}."
         return TaskError(
@@ -105,13 +100,13 @@ class SavedState:
             "state_dict and load_state_dict; a resumed run would go on without it"
         )
 
-    def _brought_back(self) -> dict[str, str] | None:
-        """What a task that is made anew holds after loading this state; None if unknown."""
+    def _restored(self) -> dict[str, str] | None:
+        """The state of a new task after loading this one's; None if unknown."""
         tensors, values = self._state.capture()
         task = self._state.task
         fresh = None
         with contextlib.suppress(Exception):  # its `__init__` may need more than a config
-            fresh = made_anew(task, task.config)
+            fresh = rebuilt(task, task.config)
         if fresh is None:
             return None if tensors or values else {}
         state = TaskState(fresh, fresh.hooks())
@@ -122,9 +117,9 @@ class SavedState:
                     f"{type(hook).__name__}; make it in __init__ of the task, or in hooks"
                 )
         state.restore(tensors, values)
-        return hidden_state({"task": fresh} | _kept(state))
+        return hidden_state({"task": fresh} | _saved_hooks(state))
 
 
-def _kept(state: TaskState) -> dict[str, object]:
-    """The hooks whose state is kept; those of the first rank alone may hold what they like."""
+def _saved_hooks(state: TaskState) -> dict[str, object]:
+    """The hooks whose state is saved; those that run on rank 0 only may have any state."""
     return {f"hooks[{i}]": hook for i, hook in enumerate(state.hooks) if not hook.first_only}

@@ -1,1 +1,1 @@
-"""The carry: state that belongs to a microbatch, and goes on with it from step to step."""
+"""The carry: state of a microbatch that is passed on from step to step."""

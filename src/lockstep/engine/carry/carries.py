@@ -1,4 +1,4 @@
-"""What microbatches carry from step to step: trees of tensors, taken apart and packed."""
+"""What microbatches carry from step to step: trees of tensors, and how they are sent and saved."""
 
 from __future__ import annotations
 
@@ -77,8 +77,182 @@ class Carry:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
+CarryByNumber = Mapping[int, Carry | None]
+"""Carries by the number of their microbatch; None for a microbatch that has none yet."""
+
+
+class Carries:
+    """Carries of some microbatches; what a step makes of them counts once it is committed.
+
+    Until then the step can be given up, and repeated from the committed ones.
+
+    Attributes:
+        committed: what microbatches carry into the present step.
+        pending: what they carry to the next one, as far as it is computed.
+    """
+
+    def __init__(self) -> None:
+        self.committed: dict[int, Carry | None] = {}
+        self.pending: dict[int, Carry | None] = {}
+
+    def begin(self) -> None:
+        """Forget what another step, or another try of this one, has computed."""
+        self.pending = {}
+
+    def of(self, microbatch: int) -> Carry | None:
+        """What a microbatch carries from the step before; None if it has nothing yet."""
+        return self.committed.get(microbatch)
+
+    def make(self, microbatch: int, carry: Carry | None) -> None:
+        """Note what a microbatch carries to the next step."""
+        self.pending[microbatch] = carry
+
+    def commit(self) -> None:
+        """Go on from what this step has computed."""
+        self.committed |= self.pending
+
+    def skip(self) -> None:
+        """Go on from the committed carries after a step that changes nothing."""
+        self.committed = dict.fromkeys(self.pending) | self.committed
+
+    def replace(self, carries: CarryByNumber) -> None:
+        """Commit these and no others."""
+        self.committed = dict(carries)
+        self.begin()
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of each carry, by a name for people."""
+        return {
+            self._describe(number): carry.digest if carry else ""
+            for number, carry in sorted(self.committed.items())
+        }
+
+    def _describe(self, number: int) -> str:
+        return f"the carry of microbatch {number}"
+
+
+_WORD = 8
+"""Bytes of an element: transports count elements, of which there may be 2 GiB."""
+
+
+def num_words(carries: CarryByNumber) -> int:
+    """The length of what `pack` returns, which does not depend on values."""
+    sizes = [tensor.nbytes for tensor in _tensors(carries)]
+    return 1 + sum(map(_words, [len(_index(carries)), *sizes]))
+
+
+def pack(carries: CarryByNumber, device: torch.device) -> Tensor:
+    """Carries in one tensor [words] of int64.
+
+    Args:
+        carries: carries.
+        device: device of the tensor.
+    """
+    text = torch.from_numpy(np.frombuffer(_index(carries), dtype=np.uint8).copy())
+    pieces = [text, *map(_bytes, _tensors(carries))]
+    sizes = [_words(len(piece)) for piece in pieces]
+    packed = torch.zeros(1 + sum(sizes), dtype=torch.int64, device=device)
+    packed[0] = len(text)
+    first = 1
+    for piece, size in zip(pieces, sizes, strict=True):
+        packed[first : first + size].view(torch.uint8)[: len(piece)] = piece
+        first += size
+    return packed
+
+
+def unpack(packed: Tensor) -> dict[int, Carry | None]:
+    """The inverse of `pack`; tensors have memory of their own."""
+    length = int(packed[0])
+    first = 1 + _words(length)
+    text = packed[1:first].view(torch.uint8)[:length].cpu().numpy().tobytes()
+    carries: dict[int, Carry | None] = {}
+    for number, described in json.loads(text):
+        if described is None:
+            carries[number] = None
+            continue
+        structure, rows = described
+        tensors = {}
+        for name, dtype, shape in rows:
+            num_bytes = math.prod(shape) * DTYPES[dtype].itemsize
+            raw = packed[first : first + _words(num_bytes)].view(torch.uint8)[:num_bytes].clone()
+            tensors[name] = raw.view(DTYPES[dtype]).view(shape)
+            first += _words(num_bytes)
+        carries[number] = Carry(structure, tensors)
+    return carries
+
+
+def _index(carries: CarryByNumber) -> bytes:
+    index = [
+        [number, carry and [carry.structure, _described(carry.tensors)]]
+        for number, carry in carries.items()
+    ]
+    return json.dumps(index).encode()
+
+
+def _tensors(carries: CarryByNumber) -> list[Tensor]:
+    return [t for carry in carries.values() if carry for t in carry.tensors.values()]
+
+
+def _described(tensors: Mapping[str, Tensor]) -> list[list[object]]:
+    return [[name, dtype_name(t.dtype), list(t.shape)] for name, t in tensors.items()]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _words(num_bytes: int) -> int:
+    return -(-num_bytes // _WORD)
+
+
+def named_tensors(carries: CarryByNumber) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors on the CPU by "microbatch/name", and structures by microbatch, for a checkpoint."""
+    tensors = {
+        f"{number}/{name}": tensor.cpu()
+        for number, carry in carries.items()
+        if carry
+        for name, tensor in carry.tensors.items()
+    }
+    structures = {str(n): carry and carry.structure for n, carry in sorted(carries.items())}
+    return tensors, structures
+
+
+def check_named(tensors: Mapping[str, Tensor], structures: object, num_carries: int) -> None:
+    """Refuse what `named_tensors` cannot have made of so many carries.
+
+    Raises:
+        ValueError: says what is wrong.
+    """
+    numbers = [str(number) for number in range(num_carries)]
+    if not isinstance(structures, dict) or sorted(structures) != sorted(numbers):
+        raise ValueError(f"must be an object with the keys 0 to {num_carries - 1}")
+    left = dict(tensors)
+    for number, structure in structures.items():
+        own = [name for name in left if name.partition("/")[0] == number]
+        try:
+            check_carry(structure, {name.partition("/")[2]: left.pop(name) for name in own})
+        except ValueError as error:
+            raise ValueError(f"microbatch {number}: {error}") from None
+    if left:
+        raise ValueError(f"tensor {min(left)!r} is of no microbatch")
+
+
+def from_named(
+    tensors: Mapping[str, Tensor], structures: Mapping[str, Any], device: torch.device
+) -> dict[int, Carry | None]:
+    """The inverse of `named_tensors`."""
+    by_number: dict[str, dict[str, Tensor]] = {number: {} for number in structures}
+    for name, tensor in tensors.items():
+        number, _, path = name.partition("/")
+        by_number[number][path] = tensor.to(device)
+    return {
+        int(number): None if structure is None else Carry(structure, by_number[number])
+        for number, structure in structures.items()
+    }
+
+
 def check_carry(structure: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse a structure that `Carry.of` has not made, or that does not go with these tensors.
+    """Refuse a structure that `Carry.of` does not make, or that does not match these tensors.
 
     Raises:
         ValueError: says what is wrong.
@@ -86,7 +260,7 @@ def check_carry(structure: Any, tensors: Mapping[str, Tensor]) -> None:
     names = list(_named(structure, 0))
     for name in dict.fromkeys([*names, *tensors]):
         if names.count(name) != 1 or name not in tensors:
-            raise ValueError(f"tensor {name!r} is not there just once")
+            raise ValueError(f"tensor {name!r} is not there exactly once")
 
 
 def _taken(value: Any, path: tuple[str, ...], where: str, tensors: dict[str, Tensor]) -> Any:
@@ -174,176 +348,3 @@ def _named(structure: Any, level: int) -> Iterator[str]:
                 yield from _named(value, level + 1)
         case _:
             raise ValueError(f"{str(structure)[:60]} is no part of a carry")
-
-
-_WORD = 8
-"""Bytes of an element: transports count elements, of which there may be 2 GiB."""
-
-
-Held = Mapping[int, Carry | None]
-"""Held by number of their microbatch; None for a microbatch that has none yet."""
-
-
-def num_words(carries: Held) -> int:
-    """How long `pack` makes them, which their values are nothing to."""
-    sizes = [tensor.nbytes for tensor in _tensors(carries)]
-    return 1 + sum(map(_words, [len(_index(carries)), *sizes]))
-
-
-def pack(carries: Held, device: torch.device) -> Tensor:
-    """Held in one tensor [words] of int64.
-
-    Args:
-        carries: carries.
-        device: device of the tensor.
-    """
-    text = torch.from_numpy(np.frombuffer(_index(carries), dtype=np.uint8).copy())
-    pieces = [text, *map(_bytes, _tensors(carries))]
-    sizes = [_words(len(piece)) for piece in pieces]
-    packed = torch.zeros(1 + sum(sizes), dtype=torch.int64, device=device)
-    packed[0] = len(text)
-    first = 1
-    for piece, size in zip(pieces, sizes, strict=True):
-        packed[first : first + size].view(torch.uint8)[: len(piece)] = piece
-        first += size
-    return packed
-
-
-def unpack(packed: Tensor) -> dict[int, Carry | None]:
-    """The inverse of `pack`; tensors have memory of their own."""
-    length = int(packed[0])
-    first = 1 + _words(length)
-    text = packed[1:first].view(torch.uint8)[:length].cpu().numpy().tobytes()
-    carries: dict[int, Carry | None] = {}
-    for number, described in json.loads(text):
-        if described is None:
-            carries[number] = None
-            continue
-        structure, rows = described
-        tensors = {}
-        for name, dtype, shape in rows:
-            num_bytes = math.prod(shape) * DTYPES[dtype].itemsize
-            raw = packed[first : first + _words(num_bytes)].view(torch.uint8)[:num_bytes].clone()
-            tensors[name] = raw.view(DTYPES[dtype]).view(shape)
-            first += _words(num_bytes)
-        carries[number] = Carry(structure, tensors)
-    return carries
-
-
-def _index(carries: Held) -> bytes:
-    index = [
-        [number, carry and [carry.structure, _described(carry.tensors)]]
-        for number, carry in carries.items()
-    ]
-    return json.dumps(index).encode()
-
-
-def _tensors(carries: Held) -> list[Tensor]:
-    return [t for carry in carries.values() if carry for t in carry.tensors.values()]
-
-
-def _described(tensors: Mapping[str, Tensor]) -> list[list[object]]:
-    return [[name, dtype_name(t.dtype), list(t.shape)] for name, t in tensors.items()]
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def _words(num_bytes: int) -> int:
-    return -(-num_bytes // _WORD)
-
-
-class Carries:
-    """Carries of some microbatches; what a step makes of them counts from `commit` on.
-
-    Until then the step can be given up, and done again from what was there before it.
-
-    Attributes:
-        held: the committed ones.
-    """
-
-    def __init__(self) -> None:
-        self.held: dict[int, Carry | None] = {}
-        self.made: dict[int, Carry | None] = {}
-
-    def begin(self) -> None:
-        """Forget what another step, or another try of this one, has made."""
-        self.made = {}
-
-    def of(self, microbatch: int) -> Carry | None:
-        """What a microbatch carries from the step before; None if it has nothing yet."""
-        return self.held.get(microbatch)
-
-    def make(self, microbatch: int, carry: Carry | None) -> None:
-        """Note what a microbatch carries to the next step."""
-        self.made[microbatch] = carry
-
-    def commit(self) -> None:
-        """Go on from what this step has made."""
-        self.held |= self.made
-
-    def skip(self) -> None:
-        """Go on from what was there before a step that changes nothing."""
-        self.held = dict.fromkeys(self.made) | self.held
-
-    def take(self, carries: Held) -> None:
-        """Hold these and no others."""
-        self.held = dict(carries)
-        self.begin()
-
-    def digests(self) -> dict[str, str]:
-        """SHA-256 of each carry, by a name for people."""
-        return {
-            self._called(number): carry.digest if carry else ""
-            for number, carry in sorted(self.held.items())
-        }
-
-    def _called(self, number: int) -> str:
-        return f"the carry of microbatch {number}"
-
-
-def named_tensors(carries: Held) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors on the CPU by "microbatch/name", and structures by microbatch, for a checkpoint."""
-    tensors = {
-        f"{number}/{name}": tensor.cpu()
-        for number, carry in carries.items()
-        if carry
-        for name, tensor in carry.tensors.items()
-    }
-    structures = {str(n): carry and carry.structure for n, carry in sorted(carries.items())}
-    return tensors, structures
-
-
-def check_named(tensors: Mapping[str, Tensor], structures: object, num_carries: int) -> None:
-    """Refuse what `named_tensors` cannot have made of so many carries.
-
-    Raises:
-        ValueError: says what is wrong.
-    """
-    numbers = [str(number) for number in range(num_carries)]
-    if not isinstance(structures, dict) or sorted(structures) != sorted(numbers):
-        raise ValueError(f"must be an object with the keys 0 to {num_carries - 1}")
-    left = dict(tensors)
-    for number, structure in structures.items():
-        own = [name for name in left if name.partition("/")[0] == number]
-        try:
-            check_carry(structure, {name.partition("/")[2]: left.pop(name) for name in own})
-        except ValueError as error:
-            raise ValueError(f"microbatch {number}: {error}") from None
-    if left:
-        raise ValueError(f"tensor {min(left)!r} is of no microbatch")
-
-
-def from_named(
-    tensors: Mapping[str, Tensor], structures: Mapping[str, Any], device: torch.device
-) -> dict[int, Carry | None]:
-    """The inverse of `named_tensors`."""
-    by_number: dict[str, dict[str, Tensor]] = {number: {} for number in structures}
-    for name, tensor in tensors.items():
-        number, _, path = name.partition("/")
-        by_number[number][path] = tensor.to(device)
-    return {
-        int(number): None if structure is None else Carry(structure, by_number[number])
-        for number, structure in structures.items()
-    }

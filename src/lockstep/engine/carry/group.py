@@ -1,10 +1,8 @@
-"""The carries of all microbatches, assigned to ranks, with a copy of each on another rank.
+"""The carries of all microbatches, distributed over ranks, with a copy of each on another rank.
 
 A rank sends the next one copies of what its microbatches carry before any rank goes on from it. So
-there is no moment at which the newest state is in one place only, and the loss of a rank loses none
+there is no moment at which the newest state is on one rank only, and the loss of a rank loses none
 of it. Ranks that compute a microbatch together all have what it carries, and need no copies.
-
-So it moves with its microbatch, is saved, digested and copied as carries are.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from torch import Tensor
 from lockstep.comm.transport import Transport, offsets
 from lockstep.config import TrainConfig
 from lockstep.data.random import Stream, random_key
-from lockstep.engine.carry.carries import Carries, Carry, Held, num_words, pack, unpack
+from lockstep.engine.carry.carries import Carries, Carry, CarryByNumber, num_words, pack, unpack
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.placement import Placement
 from lockstep.engine.runtime import Runtime
@@ -29,13 +27,33 @@ from lockstep.parallel.compression.sums import error_segments
 from lockstep.parallel.fold import Segment
 from lockstep.parallel.layout import Assigned
 
+_ERROR, _AGREED = "error", "agreed"
+
+
+def distributed_carries(
+    runtime: Runtime,
+    config: TrainConfig,
+    placement: Placement,
+    flat: FlatTensors,
+    first_agreed: Sequence[Tensor],
+    has_task: bool,
+) -> tuple[DistributedCarries | None, CompressedCarries | None]:
+    """The carries of microbatches, if there are any, and the state of compression, if it is on.
+
+    The arguments are those of `CompressedCarries`.
+    """
+    if config.compression.name == "none":
+        return DistributedCarries(runtime, config, placement) if has_task else None, None
+    compressed = CompressedCarries(runtime, config, placement, flat, first_agreed, has_task)
+    return compressed if compressed.num_carries else None, compressed
+
 
 class DistributedCarries(Carries):
-    """The carries of this rank's microbatches, and those that it keeps for the rank before it.
+    """The carries of this rank's microbatches, and copies of those of the rank before it.
 
     Where a microbatch has several, the second one of microbatch m has the number M + m, and so on,
-    with M microbatches in all. Last come shared ones, which are of no microbatch: all ranks hold
-    them.
+    with M microbatches in all. Shared ones come last; they belong to no microbatch, and all ranks
+    have them.
 
     Attributes:
         num_carries: number of all carries.
@@ -52,31 +70,31 @@ class DistributedCarries(Carries):
         super().__init__()
         num_distributed = num_of_each * config.num_microbatches
         self.num_carries = num_distributed + num_shared
-        self._distributed, self._shared = (
-            range(num_distributed),
-            range(num_distributed, self.num_carries),
-        )
+        self._distributed = range(num_distributed)
+        self._shared = range(num_distributed, self.num_carries)
         self._runtime = runtime
         self._config = config
         self._placement = placement
 
     @property
     def are_copied(self) -> bool:
-        """Whether each rank keeps those of the rank before it too."""
+        """Whether each rank has copies of those of the rank before it."""
         can_regroup = self._runtime.transport.can_regroup and self._placement.world.size > 1
         return self._config.carry.buddy and can_regroup and not self._placement.is_split
 
     @property
     def copy_length(self) -> int:
-        """Number of elements that `send_copies` sends of what this step has made."""
-        return num_words(self._own_made) if self.are_copied else 0
+        """Number of elements that `send_copies` sends."""
+        return num_words(self._own_pending) if self.are_copied else 0
 
     @property
-    def _own_made(self) -> dict[int, Carry | None]:
-        return {number: carry for number, carry in self.made.items() if number in self._distributed}
+    def _own_pending(self) -> dict[int, Carry | None]:
+        return {
+            number: carry for number, carry in self.pending.items() if number in self._distributed
+        }
 
     def send_copies(self, step: int, lengths: Sequence[int]) -> None:
-        """Send what this step has made to the next rank; a collective.
+        """Send what this step has computed to the next rank; a collective.
 
         Args:
             step: number of the step, for faults.
@@ -93,39 +111,39 @@ class DistributedCarries(Carries):
         sent, counts = [0] * size, [0] * size
         sent[(rank + 1) % size], counts[rank - 1] = lengths[rank], lengths[rank - 1]
         received = torch.empty(lengths[rank - 1], dtype=torch.int64, device=self._runtime.device)
-        packed = pack(self._own_made, self._runtime.device)
+        packed = pack(self._own_pending, self._runtime.device)
         world.all_to_all(packed, sent, [0] * size, received, counts)
-        self.made |= unpack(received)
+        self.pending |= unpack(received)
         world.agree()
         self._runtime.at("copied", step)
 
     def settle(self, norm: float) -> None:
-        """Commit what the step has made, or skip it, as its optimizer does; talks to nobody.
+        """Commit what the step has computed, or skip it, as its optimizer does; not a collective.
 
         Args:
             norm: norm of the step's gradient; not finite if fp16 skips the step.
         """
         if math.isfinite(norm):
             for number in self._shared:
-                # Lacking on a rank that follows others without the sums: it comes from them.
-                if number not in self.made:
-                    self.held.pop(number, None)
+                # A rank that follows others without the sums lacks them, and gets them later.
+                if number not in self.pending:
+                    self.committed.pop(number, None)
             self.commit()
         else:
             self.skip()
 
-    def deal_out(self, ranges: Sequence[Assigned]) -> list[int]:
+    def redistribute(self, ranges: Sequence[Assigned]) -> list[int]:
         """Bring carries to the ranks that are to compute their microbatches; a collective.
 
         Args:
             ranges: microbatches of each rank.
 
         Returns:
-            The numbers of the carries that nobody holds, the same on all ranks.
-            If there are any, each rank holds what it held.
+            The numbers of the carries that no rank has, the same on all ranks. If there are any,
+            nothing has changed.
 
         Raises:
-            GroupBroken: on all ranks, which hold what they held.
+            GroupBroken: on all ranks; nothing has changed.
         """
         world, num = self._placement.world, self._config.num_microbatches
         owners = [world.rank, world.rank - 1] if self.are_copied else [world.rank]
@@ -136,10 +154,10 @@ class DistributedCarries(Carries):
             if number < num
             for first in range(0, len(self._distributed), num)
         } | {*self._shared}
-        arrived, lost = moved(world, self.held, own, self._runtime.device)
+        arrived, lost = exchanged(world, self.committed, own, self._runtime.device)
         world.agree()
         if not lost:
-            self.take(arrived)
+            self.replace(arrived)
         return lost
 
     def check(self, tensors: Mapping[str, Tensor], structures: Mapping[str, Any]) -> None:
@@ -161,59 +179,16 @@ class DistributedCarries(Carries):
         return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
     def on_first(self) -> dict[int, Carry | None]:
-        """All carries on rank 0, for a checkpoint; nothing elsewhere; a collective."""
+        """All carries on rank 0, for a checkpoint, and nothing on other ranks; a collective."""
         world = self._placement.world
         own = range(self.num_carries) if world.rank == 0 else ()
-        return moved(world, self.held, own, self._runtime.device)[0]
-
-
-def moved(
-    transport: Transport, held: Held, own: Collection[int], device: torch.device
-) -> tuple[dict[int, Carry | None], list[int]]:
-    """Bring carries from ranks that hold them to those where they are wanted; a collective.
-
-    Args:
-        transport: the group of ranks.
-        held: what this rank holds.
-        own: numbers of those that are wanted here.
-        device: device that they are on.
-
-    Returns:
-        Those wanted, and the numbers of those that are wanted somewhere and that nobody holds, the
-        same on all ranks.
-
-    Raises:
-        GroupBroken: a rank was lost.
-    """
-    everyone = transport.gather_json([sorted(held), sorted(own)])
-    source: dict[int, int] = {}
-    for rank, (there, _) in enumerate(everyone):
-        for number in there:
-            source.setdefault(number, rank)
-    lost = sorted({n for _, numbers in everyone for n in numbers if n not in source})
-    rank = transport.rank
-    missing = [set(numbers) - set(there) for there, numbers in everyone]
-    packages = [
-        pack({n: carry for n, carry in held.items() if n in numbers and source[n] == rank}, device)
-        for numbers in missing
-    ]
-    lengths = transport.gather_json([len(package) for package in packages])
-    sent, counts = lengths[rank], [theirs[rank] for theirs in lengths]
-    received = torch.empty(sum(counts), dtype=torch.int64, device=device)
-    transport.all_to_all(torch.cat(packages), sent, offsets(sent), received, counts)
-    arrived = {number: held[number] for number in own if number in held}
-    for first, count in zip(offsets(counts), counts, strict=True):
-        arrived |= unpack(received[first : first + count])
-    return arrived, lost
-
-
-_ERROR, _AGREED = "error", "agreed"
+        return exchanged(world, self.committed, own, self._runtime.device)[0]
 
 
 class CompressedCarries(DistributedCarries):
-    """Carries of the task, if it has any, and behind them what compression keeps (`LeafStates`).
+    """Carries of the task, if it has any, followed by the state of compression (`LeafStates`).
 
-    What was cut off a microbatch is a carry of it. What all ranks have agreed on is a shared one.
+    The compression error of a microbatch is a carry of it; what all ranks agree on is a shared one.
     """
 
     def __init__(
@@ -252,8 +227,8 @@ class CompressedCarries(DistributedCarries):
 
     @property
     def are_copied(self) -> bool:
-        """Whether each rank keeps those of the rank before it too."""
-        # A copy of what is cut off is as large as a gradient, for each microbatch.
+        """Whether each rank has copies of those of the rank before it."""
+        # For each microbatch, a copy of its error is as large as a gradient.
         return self._copies_errors and super().are_copied
 
     @property
@@ -289,7 +264,7 @@ class CompressedCarries(DistributedCarries):
         for number in range(self._first, self.num_carries):
             shapes = self._agreed if number in self._shared else self._errors
             if structures[str(number)] != _structure(shapes):
-                raise ValueError(f"{number}: is no state of compression.name={self._name}")
+                raise ValueError(f"{number}: is not a state of compression.name={self._name}")
             for name, (dtype, shape) in shapes.items():
                 there = tensors[f"{number}/{name}"]
                 if there.dtype != dtype or [*there.shape] != shape:
@@ -298,11 +273,11 @@ class CompressedCarries(DistributedCarries):
                         f"{shape}"
                     )
 
-    def _called(self, number: int) -> str:
+    def _describe(self, number: int) -> str:
         if number in self._shared:
             return "what compression has agreed on"
         if number < self._first:
-            return super()._called(number)
+            return super()._describe(number)
         return f"what compression keeps of microbatch {number - self._first}"
 
 
@@ -310,19 +285,41 @@ def _structure(names: Mapping[str, object]) -> dict[str, Any]:
     return {"dict": {name: {"tensor": name} for name in names}}
 
 
-def distributed_carries(
-    runtime: Runtime,
-    config: TrainConfig,
-    placement: Placement,
-    flat: FlatTensors,
-    first_agreed: Sequence[Tensor],
-    has_task: bool,
-) -> tuple[DistributedCarries | None, CompressedCarries | None]:
-    """The carries of microbatches, if they carry anything, and what compression keeps, if it is on.
+def exchanged(
+    transport: Transport, carries: CarryByNumber, wanted: Collection[int], device: torch.device
+) -> tuple[dict[int, Carry | None], list[int]]:
+    """Bring carries to the ranks that need them, from those that have them; a collective.
 
-    The arguments are those of `CompressedCarries`.
+    Args:
+        transport: the group of ranks.
+        carries: the carries of this rank.
+        wanted: numbers of those that this rank needs.
+        device: device that they are on.
+
+    Returns:
+        Those that this rank needs, and the numbers of those that some rank needs and none has, the
+        same on all ranks.
+
+    Raises:
+        GroupBroken: a rank was lost.
     """
-    if config.compression.name == "none":
-        return DistributedCarries(runtime, config, placement) if has_task else None, None
-    compressed = CompressedCarries(runtime, config, placement, flat, first_agreed, has_task)
-    return compressed if compressed.num_carries else None, compressed
+    everyone = transport.gather_json([sorted(carries), sorted(wanted)])
+    source: dict[int, int] = {}
+    for rank, (there, _) in enumerate(everyone):
+        for number in there:
+            source.setdefault(number, rank)
+    lost = sorted({n for _, numbers in everyone for n in numbers if n not in source})
+    rank = transport.rank
+    missing = [set(numbers) - set(there) for there, numbers in everyone]
+    packages = [
+        pack({n: c for n, c in carries.items() if n in numbers and source[n] == rank}, device)
+        for numbers in missing
+    ]
+    lengths = transport.gather_json([len(package) for package in packages])
+    sent, counts = lengths[rank], [theirs[rank] for theirs in lengths]
+    received = torch.empty(sum(counts), dtype=torch.int64, device=device)
+    transport.all_to_all(torch.cat(packages), sent, offsets(sent), received, counts)
+    arrived = {number: carries[number] for number in wanted if number in carries}
+    for first, count in zip(offsets(counts), counts, strict=True):
+        arrived |= unpack(received[first : first + count])
+    return arrived, lost

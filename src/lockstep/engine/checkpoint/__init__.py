@@ -1,1 +1,1 @@
-"""Checkpoints and the run directory: what is saved, how it is written, and how it comes back."""
+"""Checkpoints and the run directory: what is saved, how it is written, how it is restored."""

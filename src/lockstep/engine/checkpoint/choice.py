@@ -1,4 +1,4 @@
-"""Which checkpoint of a run is meant, and which ones are kept."""
+"""Finding a checkpoint by its name, and deleting old ones."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from lockstep.engine.snapshot.resumable import check_meta
 from lockstep.errors import CheckpointError
 
 _MOST_STEPS = 8
-"""Steps that a message names."""
+"""Number of steps that a message names."""
 
 
 def find_snapshot(root: Path, which: str) -> Snapshot:
-    """The checkpoint that a name means.
+    """The checkpoint with a name.
 
     Args:
         root: path of the folder of a run's checkpoints.
         which: name of a checkpoint: `best`, `latest`, or a step's number.
 
     Raises:
-        CheckpointError: there is none, or what it says of its progress cannot be.
+        CheckpointError: there is none, or its progress is inconsistent.
     """
     snapshot = _read(root, which)
     check_meta(snapshot, str(root / listing.folder_name(snapshot.step)))
@@ -60,7 +60,7 @@ def _read(root: Path, which: str) -> Snapshot:
 
 
 def _there(root: Path) -> str:
-    """The steps of which there are checkpoints, for people; the last ones where there are many."""
+    """The steps with checkpoints, for a message; the newest ones if there are many."""
     steps = [str(listing.step_of(folder)) for folder in listing.folders(root)]
     if not steps:
         return "there is none of any step"
@@ -69,9 +69,9 @@ def _there(root: Path) -> str:
 
 
 def prune(root: Path, keep: int, keep_every_s: float = 0.0) -> None:
-    """Delete old checkpoints, and what killed processes left of theirs.
+    """Delete old checkpoints, and incomplete ones of killed processes.
 
-    The `keep` newest, the best, those kept for good, and what is not a checkpoint stay.
+    The `keep` newest, the best, those kept for good, and other files stay.
 
     Args:
         root: folder of all checkpoints.
@@ -79,6 +79,7 @@ def prune(root: Path, keep: int, keep_every_s: float = 0.0) -> None:
         keep_every_s: least time in seconds between two older ones that are kept for good, of which
             the oldest is the first; 0 keeps none.
     """
+    # First, or a checkpoint would be deleted whose writer was killed while it replaced it.
     listing.bring_back(root)
     old = listing.folders(root)[keep:]
     stay = [
@@ -86,14 +87,15 @@ def prune(root: Path, keep: int, keep_every_s: float = 0.0) -> None:
         *(_apart(old, keep_every_s) if keep_every_s else ()),
     ]
     for folder in (*(f for f in old if f not in stay), *root.glob(".step_*")):
+        # A folder that cannot be deleted costs space only; training goes on.
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _apart(folders: Sequence[Path], gap_s: float) -> list[Path]:
     """The oldest of some checkpoints (newest first), and each that is `gap_s` after the last kept.
 
-    Found out anew each time from the times in the manifests: so it does not matter which rank or
-    which session has written what, nor that a process was killed while it deleted.
+    Computed each time from the times in the manifests, so the result does not depend on who wrote
+    them, nor on a kill during an earlier deletion.
     """
     kept: list[Path] = []
     kept_at = -float("inf")
@@ -113,6 +115,6 @@ def _saved_at(folder: Path) -> float | None:
         return None
     if isinstance(saved_at, (int, float)):
         return float(saved_at)
-    with suppress(OSError):  # earlier versions did not write it down
+    with suppress(OSError):  # earlier versions did not write it
         return folder.stat().st_mtime
     return None

@@ -4,7 +4,7 @@ The format (github.com/huggingface/safetensors): the length of the header as 8 b
 JSON with dtype, shape and place of each tensor, then the tensors without gaps. What reads it may
 want tensors at multiples of their element size, so those with the largest elements come first.
 
-checkpoints/step_00000100/model.safetensors        parameters and persistent buffers by name
+    checkpoints/step_00000100/model.safetensors        parameters and persistent buffers by name
                               buffers.safetensors      other buffers, if any may change
                               optimizer.safetensors    state by "key/parameter"
                               task.safetensors         tensors of Task.state_dict, if any
@@ -13,8 +13,8 @@ checkpoints/step_00000100/model.safetensors        parameters and persistent buf
                               manifest.json            SHA-256 of these, and all the rest
     checkpoints/latest, checkpoints/best               names of folders; only hints
 
-A folder is written under a temporary name, flushed to disk, and renamed: it is complete or not
-there. What is there already is left alone. Nothing in it depends on the number of ranks.
+A folder is written under a temporary name, flushed to disk, and renamed: it is complete or does not
+exist. A valid one of the same state is left alone. Nothing in it depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
@@ -39,6 +39,19 @@ from lockstep.engine.checkpoint.listing import folder_name, folders, missing, wr
 from lockstep.engine.digests import memory_of
 from lockstep.errors import CheckpointError
 
+FORMAT = 1
+MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+_MANIFEST = "manifest.json"
+
+_BUFFERS, _TASK, _CARRY = "buffers.safetensors", "task.safetensors", "carry.safetensors"
+"""There only if there are such tensors."""
+
+TABLE = "table_"
+"""What the names of files with rows of tables begin with; these are read one by one."""
+
+_CIRCUMSTANCES = ("sha256", "layout", "versions", "saved_at")
+"""Keys of a manifest that may differ between two checkpoints of the same state."""
+
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
@@ -47,107 +60,9 @@ _NAMES = {
     torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2: "F8_E5M2",
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }  # fmt: skip
+
 _ALIGNMENT = 8
 """Bytes: the header ends at a multiple of it."""
-
-
-class Kind(NamedTuple):
-    """What a header tells of a tensor."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the tensor in bytes."""
-        return self.shape.numel() * self.dtype.itemsize
-
-
-class Tensors(NamedTuple):
-    """The tensors of a file, which come when they are asked for."""
-
-    kinds: Mapping[str, Kind]
-    """Of each tensor by name, those of the largest elements first."""
-    content: Iterable[Tensor]
-    """The tensors in that order, on any device."""
-
-
-def in_memory(tensors: Mapping[str, Tensor]) -> Tensors:
-    """Tensors by name as the content of a file."""
-    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
-    kinds = {name: Kind(tensors[name].dtype, tensors[name].shape) for name in names}
-    return Tensors(kinds, (tensors[name] for name in names))
-
-
-def write_tensors(path: Path, tensors: Tensors) -> dict[str, Any]:
-    """Write a file, and return when it is on disk.
-
-    Returns:
-        Its entry in a manifest: SHA-256 in hexadecimal, and size in bytes.
-
-    Raises:
-        KeyError: a dtype that the format lacks.
-        OSError: the disk is full, read-only, or gone.
-    """
-    with path.open("wb") as file:
-        digested = _Digested(file)
-        digested.write(_header(tensors.kinds))
-        for tensor in tensors.content:
-            plain = tensor.detach().cpu().contiguous()
-            digested.write(memory_of(plain))
-        file.flush()
-        os.fsync(file.fileno())
-    return digested.entry()
-
-
-def write_bytes(path: Path, data: bytes) -> dict[str, Any]:
-    """As `write_tensors`, for a file of any content."""
-    with path.open("wb") as file:
-        digested = _Digested(file)
-        digested.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return digested.entry()
-
-
-def _header(kinds: Mapping[str, Kind]) -> bytes:
-    header, first = {}, 0
-    for name, kind in kinds.items():
-        last = first + kind.num_bytes
-        place = {"shape": list(kind.shape), "data_offsets": [first, last]}
-        header[name] = {"dtype": _NAMES[kind.dtype], **place}
-        first = last
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
-
-
-class _Digested:
-    """A file, and the SHA-256 of what was written to it."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._sha, self._num_bytes = file, hashlib.sha256(), 0
-
-    def write(self, data: Any) -> None:
-        view = memoryview(data).cast("B")
-        self._file.write(view)
-        self._sha.update(view)
-        self._num_bytes += len(view)
-
-    def entry(self) -> dict[str, Any]:
-        return {"sha256": self._sha.hexdigest(), "bytes": self._num_bytes}
-
-
-FORMAT = 1
-MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
-_MANIFEST = "manifest.json"
-_BUFFERS, _TASK, _CARRY = "buffers.safetensors", "task.safetensors", "carry.safetensors"
-"""There only if there are such tensors."""
-TABLE = "table_"
-"""What the names of files with rows of tables begin with; these are read one by one."""
-
-_CIRCUMSTANCES = ("sha256", "layout", "versions", "saved_at")
-"""Keys of a manifest that may differ between two checkpoints of the same state."""
 
 
 @dataclass
@@ -175,21 +90,32 @@ class Snapshot:
     folder: Path | None = None
 
 
-@dataclass
-class _Size:
-    """The entry of a file in a manifest."""
+class Kind(NamedTuple):
+    """Dtype and shape of a tensor, as in a header."""
 
-    sha256: str
-    bytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor in bytes."""
+        return self.shape.numel() * self.dtype.itemsize
 
 
-@dataclass
-class _Body:
-    """The fields that every manifest has."""
+class Tensors(NamedTuple):
+    """The tensors of a file, each of which is made when it is read."""
 
-    format: int
-    step: int
-    files: dict[str, _Size]
+    kinds: Mapping[str, Kind]
+    """Kind of each tensor by name, those of the largest elements first."""
+    content: Iterable[Tensor]
+    """The tensors in that order, on any device."""
+
+
+def in_memory(tensors: Mapping[str, Tensor]) -> Tensors:
+    """Tensors by name as the content of a file."""
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    kinds = {name: Kind(tensors[name].dtype, tensors[name].shape) for name in names}
+    return Tensors(kinds, (tensors[name] for name in names))
 
 
 def write(
@@ -204,7 +130,7 @@ def write(
         root: folder of all checkpoints; made if need be.
         snapshot: training state to write.
         halfway: function that is called when all tensors are on disk under a temporary name.
-        streamed: files whose tensors come together while they are written, by name, in order.
+        streamed: files whose tensors are gathered while they are written, by name, in order.
 
     Returns:
         Its folder and its size in bytes.
@@ -213,6 +139,7 @@ def write(
         OSError: the disk is full, read-only, or gone; nothing half-written stays behind.
     """
     final = root / folder_name(snapshot.step)
+    # Beside the final folder: a rename is atomic within one file system only.
     temporary = temporary_beside(final)
     try:
         root.mkdir(exist_ok=True)  # and not its parent: a run directory that is gone stays so
@@ -230,7 +157,7 @@ def write(
         manifest = {"sha256": _json_digest(body), **body}
         text = json.dumps(manifest, indent=1, ensure_ascii=False).encode()
         size = len(text) + sum(f["bytes"] for f in files.values())
-        write_bytes(temporary / _MANIFEST, text)
+        _write_file(temporary / _MANIFEST, [text])
         sync_folder(temporary)
         if _holds(final, body):
             shutil.rmtree(temporary, ignore_errors=True)
@@ -240,6 +167,7 @@ def write(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    # Last: a hint must not name a folder that does not exist.
     write_hint(root, "latest", final.name)
     return final, size
 
@@ -255,7 +183,7 @@ def read(folder: Path) -> Snapshot:
     names = [MODEL, OPTIMIZER, *optional]
     files = {name: _read_verified(folder / name, manifest) for name in names}
     for name in manifest["files"]:
-        if name.startswith(TABLE):
+        if name.startswith(TABLE):  # rows are verified now, and read once their ranks are known
             _read_verified(folder / name, manifest)
     meta = {k: v for k, v in manifest.items() if k not in ("sha256", "format", "step", "files")}
     return Snapshot(
@@ -294,9 +222,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{path}: is damaged: not a checkpoint's manifest: {error}") from None
     except KeyError:
-        raise CheckpointError(
-            f"{path}: is damaged: not a checkpoint's manifest: has no sha256"
-        ) from None
+        message = f"{path}: is damaged: not a checkpoint's manifest: has no sha256"
+        raise CheckpointError(message) from None
+    # Before the digest, which a newer format may compute differently.
     if isinstance(manifest.get("format"), int) and manifest["format"] > FORMAT:
         raise CheckpointError(
             f"{path}: format={manifest['format']} is newer than this library reads ({FORMAT}); "
@@ -305,9 +233,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if digest != _json_digest(manifest):
         raise CheckpointError(f"{path}: is damaged: its SHA-256 does not match its content")
     try:
-        as_type(
-            _Body, {key: manifest[key] for key in _Body.__dataclass_fields__ if key in manifest}
-        )
+        as_type(_Body, {k: manifest[k] for k in _Body.__dataclass_fields__ if k in manifest})
     except ValueError as error:
         raise CheckpointError(f"{path}: is damaged: {error}") from None
     if folder.name != folder_name(manifest["step"]):
@@ -328,11 +254,75 @@ def newest_valid(root: Path) -> tuple[Snapshot | None, Path | None, list[str]]:
     return None, None, skipped + missing(root, "best")
 
 
-def _holds(final: Path, body: Mapping[str, Any]) -> bool:
-    """Whether a valid checkpoint of the same state is there.
+def write_tensors(path: Path, tensors: Tensors) -> dict[str, Any]:
+    """Write a file, and return when it is on disk.
 
-    One is, when a rank was lost that had just written it. To write it anew would only be a risk:
-    a folder cannot be replaced by another one at a stroke.
+    Returns:
+        Its entry in a manifest: SHA-256 in hexadecimal, and size in bytes.
+
+    Raises:
+        KeyError: a dtype that the format lacks.
+        OSError: the disk is full, read-only, or gone.
+    """
+
+    def chunks() -> Iterator[Any]:
+        yield _header(tensors.kinds)
+        for tensor in tensors.content:
+            plain = tensor.detach().cpu().contiguous()
+            yield memory_of(plain)
+
+    return _write_file(path, chunks())
+
+
+def _write_file(path: Path, chunks: Iterable[Any]) -> dict[str, Any]:
+    sha, num_bytes = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for chunk in chunks:
+            view = memoryview(chunk).cast("B")
+            file.write(view)
+            sha.update(view)
+            num_bytes += len(view)
+        file.flush()
+        # Before the folder is renamed: a machine that stops in between must not leave a folder
+        # under its final name whose files have no content yet.
+        os.fsync(file.fileno())
+    return {"sha256": sha.hexdigest(), "bytes": num_bytes}
+
+
+def _header(kinds: Mapping[str, Kind]) -> bytes:
+    header, first = {}, 0
+    for name, kind in kinds.items():
+        last = first + kind.num_bytes
+        place = {"shape": list(kind.shape), "data_offsets": [first, last]}
+        header[name] = {"dtype": _NAMES[kind.dtype], **place}
+        first = last
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+@dataclass
+class _Size:
+    """The entry of a file in a manifest."""
+
+    sha256: str
+    bytes: int
+
+
+@dataclass
+class _Body:
+    """The fields that every manifest has."""
+
+    format: int
+    step: int
+    files: dict[str, _Size]
+
+
+def _holds(final: Path, body: Mapping[str, Any]) -> bool:
+    """Whether a valid checkpoint of the same state exists.
+
+    It does after the loss of a rank that had just written it. Replacing it would only be a risk: a
+    folder cannot be replaced by another one in one system call.
     """
     if not final.exists():
         return False
@@ -343,16 +333,16 @@ def _holds(final: Path, body: Mapping[str, Any]) -> bool:
     except CheckpointError:
         return False
     mine, theirs = (
-        {key: value for key, value in manifest.items() if key not in _CIRCUMSTANCES}
+        _json_digest({k: v for k, v in manifest.items() if k not in _CIRCUMSTANCES})
         for manifest in (body, there)
     )
-    return _json_digest(mine) == _json_digest(theirs)
+    return mine == theirs
 
 
 def _rename_over(temporary: Path, final: Path) -> None:
     """Rename, over another checkpoint of the same step if there is one.
 
-    In between the step has no folder; what a kill leaves of it then, `bring_back` puts back.
+    In between the step has no folder; if the process is killed then, `bring_back` restores it.
     """
     if not final.exists():
         temporary.rename(final)
@@ -373,6 +363,7 @@ def _read_verified(path: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]
         raise CheckpointError(f"{path.with_name(_MANIFEST)}: is damaged: names no {path.name}")
     try:
         with open_to_read(path) as file:
+            # Before reading it: a file of the wrong size may not fit into memory.
             size = os.fstat(file.fileno()).st_size
             if size != expected["bytes"]:
                 raise CheckpointError(
@@ -386,6 +377,7 @@ def _read_verified(path: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]
     if hashlib.sha256(data).hexdigest() != expected["sha256"]:
         raise CheckpointError(f"{path}: is damaged: its SHA-256 does not match the manifest")
     try:
+        # From the bytes that were verified: the file may have been replaced since.
         return safetensors.torch.load(data)
     except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:
         # The format's own checks are SafetensorErrors; a dtype that torch lacks is a KeyError.

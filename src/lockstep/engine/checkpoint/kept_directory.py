@@ -1,7 +1,7 @@
-"""Leaving a run directory as it was when a start is refused.
+"""Restoring a run directory after a start that was refused.
 
-Ranks say why they refuse a start in the files of the run directory, and a launcher reads it there.
-So what was there before is kept in memory, and put back at the end, unless a run was started.
+Ranks write why they refuse a start to files of the run directory, where the launcher reads it. So
+the files from before are kept in memory, and restored at the end, unless a run was started.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from lockstep.errors import LockstepError
 _EVENTS = "events.jsonl"
 _STARTED = b'"event": "RunStarted"'
 _MOST_BYTES = 4 << 20
-"""Size up to which a file is kept whole; a larger one may have been appended to only."""
+"""Size up to which a file's content is kept; larger ones are only truncated to their size."""
 _APPENDED_ONLY = ("checkpoints", "tensorboard", "trackers", "logged", "profile")
-"""Folders of which no file is kept: a start may add to them and change nothing else."""
+"""Folders of which no content is kept: a start only adds files to them."""
 
 
 @contextmanager
 def kept_if_refused(run_dir: Path) -> Iterator[KeptDirectory]:
-    """Leave a run directory as it was before, unless a run is started in it meanwhile.
+    """Restore a run directory after the block, unless a run was started in it.
 
-    What is new is removed, with folders that did not exist. Nothing is touched while another job
-    uses the directory.
+    New files and folders are removed. Nothing is changed while another job uses the directory.
 
     Args:
         run_dir: the run directory, which need not exist.
@@ -44,7 +43,7 @@ def kept_if_refused(run_dir: Path) -> Iterator[KeptDirectory]:
 
 
 class KeptDirectory:
-    """What a run directory was like at some time."""
+    """The content of a run directory at some time."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -64,17 +63,17 @@ class KeptDirectory:
                         self._contents[path] = path.read_bytes()
 
     def note_started(self) -> None:
-        """Take note that a run was started here, whatever becomes of the directory."""
+        """Note that a run was started here, even if the directory shows no sign of it."""
         self._is_started = True
 
     def has_started(self) -> bool:
-        """Whether a run was started here since, by whichever process."""
+        """Whether a run was started here since, by any process."""
         if self._is_started:
             return True
         checkpoints = (self._run_dir / "checkpoints").glob("*step_*")
         events = self._run_dir / _EVENTS
         try:
-            # On a full disk there may be checkpoints, and no row that says so.
+            # On a full disk there may be checkpoints without an event.
             if any(path not in self._paths for path in checkpoints):
                 return True
             with os.fdopen(open_regular(events), "rb") as file:
@@ -84,14 +83,14 @@ class KeptDirectory:
             return False
 
     def put_back(self) -> None:
-        """Make everything as it was."""
+        """Restore the directory."""
         if not os.path.isdir(self._run_dir):
             return
         directory = RunDirectory(self._run_dir)
         try:
             directory.lock()
         except LockstepError:
-            return  # another job's, by now
+            return  # another job uses it by now
         try:
             self._put_back()
         finally:
@@ -100,11 +99,12 @@ class KeptDirectory:
             if lock not in self._paths:
                 lock.unlink(missing_ok=True)
             for folder in self._new_folders:
-                with suppress(OSError):  # there is something of others
+                with suppress(OSError):  # it has files of other programs
                     folder.rmdir()
 
     def _put_back(self) -> None:
         new = [path for path in _all(self._run_dir) if path not in self._paths]
+        # Deepest first, so that folders are empty when they are removed.
         for path in sorted(new, key=lambda p: len(p.parts), reverse=True):
             if path.name == ".lock":
                 continue
@@ -126,7 +126,7 @@ class KeptDirectory:
 
 
 def _all(run_dir: Path) -> list[Path]:
-    """Everything there that Lockstep may have written; nothing where that cannot be read."""
+    """All paths in it that Lockstep may have written; none if it cannot be read."""
     found: list[Path] = []
     with suppress(OSError):
         for entry in own_entries(run_dir):

@@ -1,4 +1,4 @@
-"""What a run directory holds: a folder for each checkpoint, and the hints `latest` and `best`."""
+"""The entries of a run directory: its files, folders of checkpoints, hints `latest` and `best`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ ENTRIES = (
 
 PATTERNS = ("hang_of_slot_*.json", "quantum_epoch*.npz")
 """Patterns of further ones."""
+_FOLDER = re.compile(r"step_([0-9]{8,20})")
 
 
 def own_entries(run_dir: Path) -> Iterator[Path]:
-    """What Lockstep may have written there; not all of it need be there."""
+    """Paths that Lockstep may have written; not all of them exist."""
     yield from (run_dir / name for name in ENTRIES)
     for pattern in PATTERNS:
         yield from run_dir.glob(pattern)
-
-
-_FOLDER = re.compile(r"step_([0-9]{8,20})")
 
 
 def folder_name(step: int) -> str:
@@ -39,7 +37,7 @@ def step_of(folder: Path) -> int:
     """The step of a checkpoint, by the name of its folder.
 
     Raises:
-        ValueError: it is not such a name.
+        ValueError: it is not the name of a checkpoint.
     """
     match = _FOLDER.fullmatch(folder.name)
     if match is None:
@@ -56,10 +54,11 @@ def folders(root: Path) -> list[Path]:
 
 
 def set_aside(root: Path, newer_than: Path) -> None:
-    """Rename damaged checkpoints newer than a valid one, so that they don't count any more."""
+    """Rename damaged checkpoints newer than a valid one, so that they no longer count."""
     for folder in folders(root):
         if folder.name == newer_than.name:
             break
+        # Not deleted: somebody may want to repair it, or find out what has damaged it.
         aside = root / f"damaged_{folder.name}"
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
@@ -68,7 +67,7 @@ def set_aside(root: Path, newer_than: Path) -> None:
 
 
 def bring_back(root: Path) -> None:
-    """Undo what a process did that was killed while it replaced a checkpoint by another one.
+    """Restore a checkpoint whose writer was killed while it replaced it by another one.
 
     Raises:
         OSError: the disk is read-only, or gone.
@@ -80,14 +79,9 @@ def bring_back(root: Path) -> None:
 
 
 def write_hint(root: Path, name: str, folder: str) -> None:
-    """Make `root/name` say `folder`."""
+    """Let `root/name` name `folder`."""
     with replacing(root / name) as file:
         file.write(folder + "\n")
-
-
-def remove_hint(root: Path, name: str) -> None:
-    """Have no `root/name`."""
-    (root / name).unlink(missing_ok=True)
 
 
 def read_hint(root: Path, name: str) -> Path | None:
@@ -96,18 +90,19 @@ def read_hint(root: Path, name: str) -> Path | None:
     return folder if folder is not None and folder.is_dir() else None
 
 
-def _hinted(root: Path, name: str) -> Path | None:
-    """The folder that `root/name` names, if it names one."""
-    try:
-        folder = read_text(root / name, limit=100).strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-    return root / folder if _FOLDER.fullmatch(folder) else None
-
-
 def missing(root: Path, name: str) -> list[str]:
-    """What is wrong with a hint, if it names what is not there."""
+    """An error message about a hint, if it names a folder that does not exist."""
     folder = _hinted(root, name)
     if folder is None or folder.is_dir():
         return []
     return [f"{root / name}: names {folder.name}, which is missing"]
+
+
+def _hinted(root: Path, name: str) -> Path | None:
+    """The folder that `root/name` names, if it names one."""
+    try:
+        # A damaged hint may be of any size, and is no reason to run out of memory.
+        folder = read_text(root / name, limit=100).strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return root / folder if _FOLDER.fullmatch(folder) else None

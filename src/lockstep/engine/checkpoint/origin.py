@@ -1,4 +1,4 @@
-"""Where a run comes from: the manifest of its checkpoints, or the weights of another run."""
+"""The manifest of a run's checkpoints, and starts from the weights of another run."""
 
 from __future__ import annotations
 
@@ -26,20 +26,25 @@ from lockstep.engine.checkpoint import listing
 from lockstep.engine.snapshot.resumable import SamplerMeta
 from lockstep.engine.tables.files import described
 from lockstep.engine.tables.run_tables import tables_of
-from lockstep.engine.task.rebuilt import Asked
+from lockstep.engine.task.rebuilt import LengthReads
 from lockstep.errors import CheckpointError, ConfigError
 
+Config = TypeVar("Config", bound=TrainConfig)
 
-def facts_of(
-    config: TrainConfig, transport: Transport, parts: Parts, asked: Asked | None, step: int
+_MOST_NAMES = 5
+"""Number of tensors that a message lists."""
+
+
+def manifest_of(
+    config: TrainConfig, transport: Transport, parts: Parts, reads: LengthReads | None, step: int
 ) -> dict[str, Any]:
-    """What the manifest of a checkpoint says beside the state.
+    """The manifest of a checkpoint, except the state.
 
     Args:
         config: config of the run.
         transport: the group of ranks.
         parts: parts of the run.
-        asked: what the task's code has read of the run's length, if that is noted.
+        reads: what the task's code has read of the run's length, if that is noted.
         step: committed optimizer steps.
     """
     sampler = parts.sampler
@@ -55,7 +60,7 @@ def facts_of(
         },
         "optimizer": parts.train_step.flat_optimizer.description,
         "tables": described(parts.compute.lookups.tables),
-        **({} if asked is None else {"asked": sorted(asked.names)}),
+        **({} if reads is None else {"asked": sorted(reads.names)}),
         "saved_at": time.time(),
         "layout": {
             "world_size": transport.size,
@@ -77,12 +82,12 @@ def check_data(there: SamplerMeta, parts: Parts, where: str) -> None:
     """Refuse a checkpoint that was trained on other data.
 
     Args:
-        there: what its manifest says of the data.
+        there: the part of its manifest about the data.
         parts: parts of this run.
         where: path of the checkpoint, for errors.
 
     Raises:
-        CheckpointError: saying what differs.
+        CheckpointError: naming what differs.
     """
     here = parts.sampler.num_samples
     if there.num_samples != here:
@@ -102,19 +107,13 @@ def check_data(there: SamplerMeta, parts: Parts, where: str) -> None:
         )
 
 
-Config = TypeVar("Config", bound=TrainConfig)
-
-_MOST_NAMES = 5
-"""Names of tensors that a message lists."""
-
-
 def settled(config: Config, run_dir: Path | None = None) -> Config:
-    """A config that says which weights exactly its run starts from, if from another's.
+    """A config that names exactly the weights that its run starts from, if from another run's.
 
     Args:
         config: config of the run.
-        run_dir: the run directory, if the run is gone on with where it is there: it keeps the
-            weights that it has begun with, whatever has become of the other run since.
+        run_dir: the run directory, if an existing run there is resumed: it keeps the weights that
+            it was started with, even if the other run has changed since.
 
     Raises:
         ConfigError: there is a pattern, and no other run.
@@ -130,36 +129,37 @@ def settled(config: Config, run_dir: Path | None = None) -> Config:
         return config
     if start.sha256:
         return config
-    begun = _begun_with(run_dir, start) if run_dir is not None else None
-    if begun is not None:
-        return config.model_copy(update={"weights_from": begun})
+    known = _started_from(run_dir, start) if run_dir is not None else None
+    if known is not None:
+        return config.model_copy(update={"weights_from": known})
+    # Resolved once, for all ranks and for a resume: `best` may soon be another checkpoint.
     folder = _folder(Path(start.path)).resolve()
     manifest = checkpoint.read_manifest(folder)
     found = {"path": str(folder), "step": manifest["step"], "sha256": _digest(manifest)}
     return config.model_copy(update={"weights_from": start.model_copy(update=found)})
 
 
-def _begun_with(run_dir: Path, start: WeightsConfig) -> WeightsConfig | None:
-    """The weights that a run has begun with, if it is those that are asked for."""
+def _started_from(run_dir: Path, start: WeightsConfig) -> WeightsConfig | None:
+    """The weights that a run was started from, if `start` may mean them."""
     try:
         there = parse_yaml(read_text(run_dir / "config.yaml"))["weights_from"]
-        begun = build(WeightsConfig, there, str(run_dir))
-        is_meant = bool(begun.sha256) and _may_mean(Path(start.path), Path(begun.path))
+        known = build(WeightsConfig, there, str(run_dir))
+        is_meant = bool(known.sha256) and _may_mean(Path(start.path), Path(known.path))
     except (OSError, ValueError, LookupError, TypeError, ConfigError):
         return None
-    return begun if is_meant and begun.only == start.only else None
+    return known if is_meant and known.only == start.only else None
 
 
-def _may_mean(asked: Path, folder: Path) -> bool:
-    """Whether a path could mean a checkpoint's folder when `_folder` was asked; it may be gone."""
-    asked, run = asked.resolve(), folder.parent.parent
-    which = listing.folder_name(int(asked.name)) if asked.name.isdecimal() else asked.name
-    of_run = asked.parent == run and which in ("best", "latest", folder.name)
-    return asked == folder or (folder.parent.name == "checkpoints" and (asked == run or of_run))
+def _may_mean(path: Path, folder: Path) -> bool:
+    """Whether `_folder` may have returned a folder for a path; the folder may be deleted since."""
+    path, run = path.resolve(), folder.parent.parent
+    which = listing.folder_name(int(path.name)) if path.name.isdecimal() else path.name
+    of_run = path.parent == run and which in ("best", "latest", folder.name)
+    return path == folder or (folder.parent.name == "checkpoints" and (path == run or of_run))
 
 
 def items(start: WeightsConfig) -> list[str]:
-    """The `key=value` items of weights to start from, with which every process finds the same."""
+    """The `key=value` items by which every process finds the same weights to start from."""
     if not start.path:
         return []
     values = start.model_dump(mode="json")
@@ -167,11 +167,11 @@ def items(start: WeightsConfig) -> list[str]:
 
 
 def asked_items(path: Path, only: Sequence[str], run_dir: Path | None = None) -> list[str]:
-    """The `key=value` items for what `--from` and `--from-only` ask for.
+    """The `key=value` items for `--from` and `--from-only`.
 
     Args:
-        path: what `--from` names.
-        only: what `--from-only` names.
+        path: value of `--from`.
+        only: values of `--from-only`.
         run_dir: see `settled`.
 
     Raises:
@@ -187,14 +187,15 @@ def weights(start: WeightsConfig, model: nn.Module, own: Collection[str]) -> dic
     Args:
         start: which weights.
         model: the model, as the task has built it.
-        own: names of buffers that it keeps as they are.
+        own: names of buffers that keep their values.
 
     Raises:
-        CheckpointError: they are not there, are damaged, are others than the run began with, or do
-            not fit the model.
+        CheckpointError: they do not exist, are damaged, have changed since the run was started, or
+            do not fit the model.
     """
     folder = Path(start.path)
     where = f"weights_from.path={shown(start.path)[1:-1]}"
+    # The other run may have gone on, and replaced this checkpoint.
     digest = _digest(checkpoint.read_manifest(folder))
     if digest != start.sha256:
         raise CheckpointError(
@@ -207,6 +208,7 @@ def weights(start: WeightsConfig, model: nn.Module, own: Collection[str]) -> dic
             f"{where}: the model has tables (SparseEmbedding), whose rows lie elsewhere, and a run "
             "cannot start from another's; train it from its own start"
         )
+    # Buffers set from the data belong to this run's data, not to the other run's.
     here = {name: tensor for name, tensor in model.state_dict().items() if name not in own}
     there = {name: tensor for name, tensor in there.items() if name not in own}
     return _chosen(there, here, start.only, where)
@@ -215,7 +217,7 @@ def weights(start: WeightsConfig, model: nn.Module, own: Collection[str]) -> dic
 def _chosen(
     there: Mapping[str, Tensor], here: Mapping[str, Tensor], only: Sequence[str], where: str
 ) -> dict[str, Tensor]:
-    """Those of the tensors of a checkpoint that a model takes over."""
+    """Those tensors of a checkpoint that are loaded into a model."""
     for pattern in only:
         if not any(fnmatchcase(name, pattern) for name in here):
             raise CheckpointError(
@@ -257,7 +259,7 @@ def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
 
 
 def _folder(path: Path) -> Path:
-    """The checkpoint's folder that a path means: itself, or one of a run.
+    """The folder of the checkpoint that a path means: itself, or a checkpoint of a run.
 
     `RUN` is the best checkpoint of a run, or its latest where there was no evaluation;
     `RUN/best`, `RUN/latest` and `RUN/500` name one.
@@ -287,7 +289,7 @@ def _folder(path: Path) -> Path:
             raise CheckpointError(f"{root}: holds no checkpoint {which}; take best or latest")
     except CheckpointError:
         raise
-    except (OSError, ValueError) as error:  # too long, with a NUL
+    except (OSError, ValueError) as error:  # the path is too long, or has a NUL
         raise CheckpointError(f"{shown(str(path))[1:-1]}: cannot be read: {error}") from None
     return folder
 

@@ -1,4 +1,4 @@
-"""The folder of a run: bound to one config, used by one job at a time."""
+"""The run directory: it belongs to one config, and one job at a time uses it."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ class Identity:
 
 
 def rescued_paths(run_dir: Path) -> Iterator[Path]:
-    """The folders in which a run goes on whose directory is gone, the first that is free."""
+    """Folders in which a run may go on whose directory is gone; it uses the first free one."""
     yield run_dir.with_name(f"{run_dir.name}-rescued")
     for number in itertools.count(2):
         yield run_dir.with_name(f"{run_dir.name}-rescued-{number}")
 
 
 class RunDirectory:
-    """Paths of a run, and the claim on them. Used by rank 0.
+    """Paths of a run, and the lock on them. Used by rank 0.
 
     Attributes:
         path: path of the folder.
@@ -77,9 +77,9 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.flight = FlightFolder(path)
         self._lock: IO[str] | None = None
-        self._folder: tuple[int, int] | None = None
+        self._folder: os.stat_result
         self._files: tuple[str, str] = ("", "")
-        self._unsettled: tuple[str, str] | None = None
+        self._is_settled = True
 
     def hang_report(self, slot: int) -> Path:
         """The path that the watchdog of a process writes its report to."""
@@ -93,13 +93,13 @@ class RunDirectory:
             return ""
 
     def open(self, config: TrainConfig, identity: Identity, resume: bool) -> None:
-        """Claim the folder for this config, creating it if need be.
+        """Lock the folder and bind it to this config, creating it if necessary.
 
         Args:
             config: config that is to be trained.
             identity: task, config hash and target of the run.
-            resume: whether to go on from checkpoints that are there; the config may then have other
-                `epochs` and `steps` than the run's, and `settle` writes them when that is allowed.
+            resume: whether to go on from existing checkpoints; the config may then have other
+                `epochs` and `steps` than the run, and `settle` writes them when that is allowed.
 
         Raises:
             RunDirectoryError: it cannot be written, another job uses it, it belongs to another
@@ -113,11 +113,11 @@ class RunDirectory:
             raise
 
     def lock(self, patience_s: float = 0.0, on_wait: Callable[[], None] = lambda: None) -> None:
-        """Make sure that this process is the only one that writes here; no-op if it is.
+        """Make sure that only this process writes here; does nothing if it has the lock.
 
         Args:
-            patience_s: seconds to wait for a process that holds the lock and is about to end.
-            on_wait: function that is called again and again while waiting.
+            patience_s: seconds to wait for a process that has the lock and is about to end.
+            on_wait: function that is called repeatedly while waiting.
 
         Raises:
             RunDirectoryError: it cannot be written, or another job uses it.
@@ -133,7 +133,7 @@ class RunDirectory:
                 )
             on_wait()
             time.sleep(_LOCK_POLL_S)
-        if not any(self._files):  # of a process that takes over from one that was lost
+        if not any(self._files):  # in a process that takes over from a lost one
             with suppress(OSError, ValueError):
                 self._files = (
                     read_text(self.path / "config.yaml"), read_text(self.path / _IDENTITY)
@@ -142,15 +142,15 @@ class RunDirectory:
     def _try_lock(self) -> bool:
         """Whether this process has the lock now.
 
-        A POSIX record lock belongs to the process: it is gone when the process ends, where an
-        `flock` would live on in forked children such as data loader workers. In return, closing
-        any descriptor of the file gives it up, and it does not exclude this process itself; so
-        nothing else may open the file.
+        A POSIX record lock belongs to the process: it is released when the process ends, whereas
+        an `flock` would live on in forked children such as data loader workers. But closing any
+        descriptor of the file releases it, and it does not exclude this process itself; so nothing
+        else may open the file.
         """
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._lock = os.fdopen(open_regular(self.path / ".lock", os.O_RDWR | os.O_CREAT))
-            self._folder = _identity(os.stat(self.path))
+            self._folder = os.stat(self.path)
         except OSError as error:
             raise RunDirectoryError(
                 f"{self.path}: is not writable: {error.strerror}; choose another with --run-dir"
@@ -173,41 +173,39 @@ class RunDirectory:
         return True
 
     def close(self) -> None:
-        """Give up the claim."""
+        """Release the lock."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def is_gone(self) -> bool:
-        """Whether another folder, or none, is where this process has locked its own.
+        """Whether the folder that this process has locked was deleted, moved or replaced.
 
-        A disk that does not answer for a moment is no reason to think so.
+        An I/O error is not a sign of that: a network disk may not answer for a moment.
         """
         if self._lock is None:
             return False
         try:
-            lock = os.stat(self.path / ".lock")
-            return _identity(os.stat(self.path)) != self._folder or _identity(lock) != _identity(
-                os.fstat(self._lock.fileno())
-            )
+            folder, lock = os.stat(self.path), os.stat(self.path / ".lock")
+            own = os.fstat(self._lock.fileno())
         except (FileNotFoundError, NotADirectoryError):
             return True
         except OSError:
             return False
+        return not (os.path.samestat(folder, self._folder) and os.path.samestat(lock, own))
 
     def rescue(self) -> str:
-        """Go on in a new folder beside this one, which is gone; its path.
+        """Go on in a new folder beside this one, which is gone; returns its path.
 
         Raises:
-            RunDirectoryError: there can be none.
+            RunDirectoryError: it cannot be created.
         """
         path = next(path for path in rescued_paths(self.path) if not path.exists())
         self.close()
         self.path, self.checkpoints, self.flight = path, path / "checkpoints", FlightFolder(path)
         self.lock()
-        config, identity = self._files
-        self._write("config.yaml", config)
-        self._write(_IDENTITY, identity)
+        self._is_settled = False
+        self.settle()
         return str(path)
 
     def _bind(self, config: TrainConfig, identity: Identity, resume: bool) -> None:
@@ -237,38 +235,41 @@ class RunDirectory:
                 f"{error.filename}: cannot be renamed to {error.filename2}: {error.strerror}; it "
                 "is a checkpoint that was about to be replaced; rename it yourself"
             ) from None
+        # Never by chance: a second run would mix its checkpoints with those of the first.
         if listing.folders(self.checkpoints) and not resume:
             newest = listing.folders(self.checkpoints)[0].name
             raise RunDirectoryError(
                 f"{self.path}: already holds this run up to {newest}; add --resume (in Python, "
                 "resume=True) to go on, or choose another with --run-dir"
             )
-        # Of earlier sessions: a process of this one with the same slot may die of something else.
+        # Reports of earlier sessions: a process of this one with the same slot may die for another
+        # reason.
         for report in self.path.glob(f"{_HANG_REPORT}*.json"):
             with suppress(OSError):
                 report.unlink()
         with suppress(OSError):
             self.flight.begin()
-        whole = config.model_copy(update={"stop_at_step": None})  # of a session, not of the run
+        # `stop_at_step` belongs to the session, not to the run.
+        whole = config.model_copy(update={"stop_at_step": None})
         self._files = whole.to_yaml(), json.dumps(asdict(identity)) + "\n"
-        self._unsettled = self._files
-        if not is_other:
+        self._is_settled = False
+        if not is_other:  # else `Checkpointer.resume` checks first whether it may be longer
             self.settle()
 
     def settle(self) -> None:
-        """Write config and identity, if that waits until it is known that the run may go on so.
+        """Write config and identity, unless that is done; once it is known that the run may go on.
 
         Raises:
             RunDirectoryError: they cannot be written.
         """
-        if self._unsettled is not None:
-            config, identity = self._unsettled
-            self._write("config.yaml", config)
-            self._write(_IDENTITY, identity)
-            self._unsettled = None
+        if self._is_settled:
+            return
+        for name, text in zip(("config.yaml", _IDENTITY), self._files, strict=True):
+            self._write(name, text)
+        self._is_settled = True
 
     def identity(self) -> Identity:
-        """The identity of the run that is there.
+        """The identity of the run in this folder.
 
         Raises:
             RunDirectoryError: there is none, or its file is damaged.
@@ -287,7 +288,7 @@ class RunDirectory:
             ) from None
 
     def _is_begun(self) -> bool:
-        """Whether a step of the run that is there was ever committed."""
+        """Whether a step of the run in this folder was ever committed."""
         if any(self.checkpoints.glob("*step_*")):
             return True
         try:
@@ -299,7 +300,7 @@ class RunDirectory:
             return True
 
     def _clear(self) -> None:
-        """Remove what starts without a committed step have left, so that any config may be next."""
+        """Remove the files of starts without a committed step, so that any config may follow."""
         for entry in own_entries(self.path):
             with suppress(OSError):
                 if entry.is_dir() and not entry.is_symlink():
@@ -309,12 +310,12 @@ class RunDirectory:
         self.checkpoints.mkdir(exist_ok=True)
 
     def _is_of_other_length(self, known: Identity, config: TrainConfig) -> bool:
-        """Whether the run that is there differs in `epochs` and `steps` only.
+        """Whether the run in this folder differs in `epochs` and `steps` only.
 
-        Whether it may is seen when its newest checkpoint is read, see `snapshot.longer`.
+        Whether it may is checked when its newest checkpoint is read, see `resumable.stretch`.
         """
         try:
-            # config.yaml may say what the run was about to become, if it was killed in `settle`.
+            # After a kill in `settle`, config.yaml may have the new length already.
             there = known.length or parse_yaml(read_text(self.path / "config.yaml"))
             length = {key: there[key] for key in ("epochs", "steps")}
         except (OSError, ValueError, KeyError, TypeError):
@@ -342,8 +343,3 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"{self.path / name}: cannot be written: {error.strerror}"
             ) from None
-
-
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    """What tells a file or folder from any other one, whatever it is called."""
-    return status.st_dev, status.st_ino

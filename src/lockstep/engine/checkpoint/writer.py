@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import perf_counter
 
+from lockstep.config import CheckpointConfig
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.choice import prune
@@ -17,42 +18,35 @@ from lockstep.engine.runtime import Heartbeat
 from lockstep.errors import CheckpointError
 
 SLOW_S = 60.0
-"""Training that has waited for the disk for so long says so."""
+"""Training warns when it has waited for the disk for this long."""
 
 
 class AsyncWriter:
     """Writes snapshots in a thread, one at a time, on rank 0.
 
-    What the thread has to say is emitted by the training thread, from `poll`.
+    Its events are emitted by the training thread, in `poll`.
 
     A training thread that waits for the disk does not count as hanging, however long it takes: to
     end its process would not make the disk faster, and the next rank 0 would wait for the same one.
 
     Args:
         root: folder of all checkpoints.
-        keep: number of the newest checkpoints to keep.
-        background: whether training goes on while a checkpoint is written.
+        config: which checkpoints are kept, and whether they are written in the background.
         emit: function that takes events.
-        heartbeat: heartbeat of this process, held while it waits for the disk.
+        heartbeat: heartbeat of this process, suspended while it waits for the disk.
         at: function that is called in the middle of writing a checkpoint.
-        keep_every_s: least time in seconds between two older checkpoints that are kept for good; 0
-            keeps none.
     """
 
     def __init__(
         self,
         root: Path,
-        keep: int,
-        background: bool,
+        config: CheckpointConfig,
         emit: Emit,
         heartbeat: Heartbeat,
         at: At = nothing,
-        keep_every_s: float = 0.0,
     ) -> None:
         self._root = root
-        self._keep = keep
-        self._keep_every_s = keep_every_s
-        self._background = background
+        self._config = config
         self._emit = emit
         self._heartbeat = heartbeat
         self._at = at
@@ -67,7 +61,7 @@ class AsyncWriter:
         best: bool,
         started: float,
         streamed: Mapping[str, Tensors] | None = None,
-    ) -> float:
+    ) -> None:
         """Write a checkpoint.
 
         Args:
@@ -75,23 +69,21 @@ class AsyncWriter:
                 must not change.
             best: whether the checkpoint is to be kept as the best.
             started: time at which training began to wait for it (`perf_counter`).
-            streamed: files whose tensors come together while they are written. Other ranks take
+            streamed: files whose tensors are gathered while they are written. Other ranks take
                 part in that, so it is done before this returns.
-
-        Returns:
-            Seconds the training thread stood still.
         """
+        # One at a time: two snapshots would take the memory of two models beside the one in use.
         self.wait()
         if streamed is not None:
+            # In this thread: collectives of a background thread could overtake those of the step.
             self._write(make, best, started, streamed)
             self.poll()
-            return perf_counter() - started
+            return
         arguments = (make, best, started)
         self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoints")
         self._thread.start()
-        if not self._background:
+        if not self._config.background:
             self.wait()
-        return perf_counter() - started
 
     def poll(self) -> None:
         """Emit what has happened since the last call.
@@ -99,47 +91,46 @@ class AsyncWriter:
         Raises:
             Exception: anything but an OSError that went wrong in the background.
         """
+        # Emitted here, since listeners, such as hooks, expect to be called by the training thread.
         if self._done is not None:
             done, self._done = self._done, None
             self._emit(done)
         if self._error is not None:
             (step, error), self._error = self._error, None
+            # A disk may recover before the next checkpoint; anything else would fail again.
             if not isinstance(error, OSError):
                 raise error
-            self._emit(
-                Warned(
-                    step=step,
-                    message=f"the checkpoint of step {step} could not be written to {self._root}: "
-                    f"{error}; earlier ones are untouched, training goes on",
-                )
+            message = (
+                f"the checkpoint of step {step} could not be written to {self._root}: {error}; "
+                "earlier ones are untouched, training goes on"
             )
+            self._emit(Warned(step=step, message=message))
 
     def wait(self) -> None:
-        """Return when nothing is being written any more."""
+        """Wait until nothing is being written."""
         if self._thread is not None:
             self._heartbeat.wait()
             self._thread.join(SLOW_S)
             if self._thread.is_alive():
-                self._emit(
-                    Warned(
-                        step=self._step,
-                        message=f"{self._root}: the disk is slow: training has waited {SLOW_S:g} s "
-                        f"for the checkpoint of step {self._step} to be written",
-                    )
+                message = (
+                    f"{self._root}: the disk is slow: training has waited {SLOW_S:g} s for the "
+                    f"checkpoint of step {self._step} to be written"
                 )
+                self._emit(Warned(step=self._step, message=message))
                 self._thread.join()
             self._thread = None
             self._heartbeat.go()
         self.poll()
 
     def finish(self, step: int) -> Path:
-        """Wait, and make sure that the checkpoint of `step` is there.
+        """Wait, and make sure that the checkpoint of `step` exists.
 
         Raises:
             CheckpointError: it is not.
         """
         self.wait()
         folder = self._root / listing.folder_name(step)
+        # Earlier failures were only warnings, but a session must not end without its state.
         if not folder.is_dir():
             raise CheckpointError(
                 f"{folder}: the last checkpoint could not be written; free space, allow "
@@ -165,8 +156,9 @@ class AsyncWriter:
             )
             if best:
                 listing.write_hint(self._root, "best", folder.name)
-            prune(self._root, self._keep, self._keep_every_s)
-        except Exception as error:
+            # After the hint, which protects the best checkpoint from being deleted.
+            prune(self._root, self._config.keep, self._config.keep_every_s)
+        except Exception as error:  # in a thread it would be printed and lost
             self._error = (step, error)
             return
         self._done = Checkpointed(

@@ -1,1 +1,1 @@
-"""Evaluating splits: batches, means along a canonical tree, and metrics with states."""
+"""Evaluation of splits: batches, means along a canonical tree, and metrics with states."""

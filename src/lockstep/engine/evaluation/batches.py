@@ -1,14 +1,16 @@
-"""The splits that a task evaluates, their batches, and which rank computes which of them."""
+"""The splits that a task evaluates, their batches, and the rank that computes each batch."""
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from functools import cached_property
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 
 from lockstep.data.attributes import AttributeGuard
 from lockstep.data.loader import Fetcher, Request, dataset_size, set_epoch, to_device
@@ -22,7 +24,7 @@ T = TypeVar("T")
 
 
 class Scores(NamedTuple):
-    """What the evaluation of a split has found.
+    """The result of evaluating a split.
 
     Attributes:
         metrics: numbers by name, `loss` among them.
@@ -40,7 +42,7 @@ def evaluated_splits(task: Task) -> tuple[str, ...]:
     """The names in `Task.splits`.
 
     Raises:
-        TaskError: they are no such names.
+        TaskError: they are not names of splits.
     """
     names: object = task.splits
     where = f"{type(task).__name__}.splits"
@@ -65,13 +67,13 @@ def is_validation(split: str) -> bool:
 
 
 def judged(metrics: Mapping[str, Mapping[str, T]]) -> dict[str, T]:
-    """What `watch` and rules of convergence go by: metrics of `val` by their own names.
+    """Metrics by the names that `watch` and rules of convergence use.
 
     Args:
         metrics: by split and name.
 
     Returns:
-        By name, those of other splits as "split/name".
+        Those of `val` by their own names, those of other splits by "split/name".
     """
     return {
         name if split == "val" else f"{split}/{name}": value
@@ -94,25 +96,46 @@ class EvaluationBatches(ABC):
     """A split cut into batches, numbered from 0.
 
     Attributes:
-        num_samples: of the split; None for a stream that does not say its length.
+        split_name: name of the split.
+        dataset: the split.
+        device: device that the batches are on.
+        num_samples: of the split; None for a stream without a length.
     """
 
     num_samples: int | None
 
+    def __init__(
+        self,
+        task: Task,
+        split_name: str,
+        dataset: Any,
+        batch_size: int,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        """Count the samples.
+
+        Raises:
+            DataError: the split is empty, or not a dataset.
+        """
+        self._collate = own_collate(task)
+        self.split_name = split_name
+        self.dataset = dataset
+        self._batch_size = batch_size
+        self.device = device
+        self._seed = seed
+        self.num_samples = self._count_samples()
+
     def watch(self, guard: AttributeGuard) -> None:  # noqa: B027
-        """Have attributes noticed that fetching one batch sets and another one reads."""
+        """Notice attributes that fetching one batch sets and another one reads."""
 
     @abstractmethod
     def of_rank(self, rank: int, size: int) -> Iterator[tuple[int, Any]]:
         """The number and the batch of each batch that a rank computes, in order."""
 
     @abstractmethod
-    def first(self) -> Any:
-        """The first batch."""
-
-    @abstractmethod
-    def second(self) -> Any:
-        """The second batch; None if there is only one."""
+    def get(self, number: int) -> Any:
+        """A batch by its number; None after the last one."""
 
     @abstractmethod
     def numbers(self, rank: int, size: int, counts: list[int]) -> list[int]:
@@ -127,6 +150,10 @@ class EvaluationBatches(ABC):
             DataError: ranks have not read the same; on all ranks.
         """
 
+    @abstractmethod
+    def _count_samples(self) -> int | None:
+        """The value of `num_samples`."""
+
 
 def evaluation_batches(
     task: Task, split_name: str, dataset: Any, batch_size: int, device: torch.device, seed: int
@@ -134,119 +161,88 @@ def evaluation_batches(
     """The batches of a split.
 
     Raises:
-        DataError: it is empty, or no dataset.
+        DataError: it is empty, or not a dataset.
     """
-    if is_stream(dataset):
-        return _StreamBatches(task, split_name, dataset, batch_size, device, seed)
-    return _IndexedBatches(task, split_name, dataset, batch_size, device, seed)
+    kind = _StreamBatches if is_stream(dataset) else _IndexedBatches
+    return kind(task, split_name, dataset, batch_size, device, seed)
 
 
 class _IndexedBatches(EvaluationBatches):
-    """Of a map-style dataset: each rank has a range of batches of its own."""
+    """Batches of a map-style dataset: each rank has a range of them."""
 
-    def __init__(
-        self,
-        task: Task,
-        split_name: str,
-        dataset: Dataset[Any],
-        batch_size: int,
-        device: torch.device,
-        seed: int,
-    ) -> None:
-        self._length = dataset_size(dataset, split_name)
-        if self._length < 1:
-            raise DataError(f"dataset({split_name!r}): is empty; return None if there is none")
-        self.num_samples = self._length
-        self._fetcher = Fetcher(dataset, own_collate(task))
-        self._split_name = split_name
-        self._batch_size = batch_size
-        self._device = device
-        self._seed = seed
+    num_samples: int
+
+    @cached_property
+    def _fetcher(self) -> Fetcher:
+        return Fetcher(self.dataset, self._collate)
 
     def watch(self, guard: AttributeGuard) -> None:
         self._fetcher.guard = guard
 
     def of_rank(self, rank: int, size: int) -> Iterator[tuple[int, Any]]:
-        num_batches = -(-self._length // self._batch_size)
+        num_batches = -(-self.num_samples // self._batch_size)
         for number in range(*split(num_batches, size)[rank]):
-            yield number, self._batch(number)
+            yield number, self.get(number)
 
-    def first(self) -> Any:
-        return self._batch(0)
-
-    def second(self) -> Any:
-        return self._batch(1) if self._length > self._batch_size else None
+    def get(self, number: int) -> Any:
+        first = number * self._batch_size
+        if first >= self.num_samples:
+            return None
+        indices = torch.arange(first, min(first + self._batch_size, self.num_samples))
+        key = random_key(self._seed, Stream.EVALUATION, number)
+        request = Request(key, indices, of=(self.split_name, number))
+        return to_device(self._fetcher[request], self.device)
 
     def numbers(self, rank: int, size: int, counts: list[int]) -> list[int]:
         return list(range(*split(sum(counts), size)[rank]))
 
-    def _batch(self, number: int) -> Any:
-        first = number * self._batch_size
-        indices = torch.arange(first, min(first + self._batch_size, self._length))
-        key = random_key(self._seed, Stream.EVALUATION, number)
-        request = Request(key, indices, of=(self._split_name, number))
-        return to_device(self._fetcher[request], self._device)
+    def _count_samples(self) -> int:
+        count = dataset_size(self.dataset, self.split_name)
+        if count < 1:
+            raise _empty(self.split_name)
+        return count
 
 
 class _StreamBatches(EvaluationBatches):
-    """Of a stream: each rank goes through all of it, and computes every n-th batch."""
-
-    def __init__(
-        self,
-        task: Task,
-        split_name: str,
-        dataset: Any,
-        batch_size: int,
-        device: torch.device,
-        seed: int,
-    ) -> None:
-        self.num_samples = stream_length(dataset, split_name)
-        self._where = f"dataset({split_name!r})"
-        self._dataset = dataset
-        self._collate = own_collate(task) or default_collate
-        self._batch_size = batch_size
-        self._device = device
-        self._seed = seed
+    """Batches of a stream: each rank reads all of it, and computes every n-th batch."""
 
     def of_rank(self, rank: int, size: int) -> Iterator[tuple[int, Any]]:
         for number, samples in enumerate(self._read()):
             if number % size == rank:
                 yield number, self._batch(number, samples)
 
-    def first(self) -> Any:
-        return self._batch(0, next(self._read()))
-
-    def second(self) -> Any:
-        batches = self._read()
-        next(batches)
-        samples = next(batches, None)
-        return None if samples is None else self._batch(1, samples)
+    def get(self, number: int) -> Any:
+        samples = next(islice(self._read(), number, None), None)
+        return None if samples is None else self._batch(number, samples)
 
     def numbers(self, rank: int, size: int, counts: list[int]) -> list[int]:
         numbers = list(range(rank, sum(counts), size))
         if len(numbers) != counts[rank]:
             raise shared(
                 DataError(
-                    f"{self._where}: ranks have read streams of other lengths; every rank must get "
-                    "the same samples"
+                    f"dataset({self.split_name!r}): ranks have read streams of different lengths; "
+                    "every rank must get the same samples"
                 )
             )
         return numbers
+
+    def _count_samples(self) -> int | None:
+        return stream_length(self.dataset, self.split_name)
 
     def _read(self) -> Iterator[list[Any]]:
         """The samples of each batch.
 
         Raises:
-            DataError: there are none, or another number than the stream says.
+            DataError: there are none, or another number than the stream's length.
         """
-        samples = Pass(self._dataset, 0, self._key)
-        while batch := [s for _, s in zip(range(self._batch_size), samples, strict=False)]:
+        samples = Pass(self.dataset, 0, self._key)
+        while batch := list(islice(samples, self._batch_size)):
             yield batch
         if not samples.position:
-            raise DataError(f"{self._where}: is empty; return None if there is none")
+            raise _empty(self.split_name)
         if self.num_samples not in (None, samples.position):
             raise DataError(
-                f"{self._where}: has {samples.position} samples, its __len__ says "
+                f"dataset({self.split_name!r}): has {samples.position} samples, its __len__ says "
                 f"{self.num_samples}"
             )
 
@@ -254,6 +250,11 @@ class _StreamBatches(EvaluationBatches):
         return random_key(self._seed, Stream.EVALUATION, position, 1)
 
     def _batch(self, number: int, samples: list[Any]) -> Any:
-        set_epoch(0, self._collate)
+        collate = self._collate or default_collate
+        set_epoch(0, collate)
         seed_all(random_key(self._seed, Stream.EVALUATION, number))
-        return to_device(self._collate(samples), self._device)
+        return to_device(collate(samples), self.device)
+
+
+def _empty(split_name: str) -> DataError:
+    return DataError(f"dataset({split_name!r}): is empty; return None if there is none")

@@ -1,9 +1,10 @@
-"""Metrics of a whole split, shared out over the ranks and exact whatever their number."""
+"""Metrics of a whole split, distributed over ranks, exact on any number of them."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -14,8 +15,9 @@ from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.data.attributes import AttributeGuard
 from lockstep.data.random import data_digest
 from lockstep.engine.audit.constants import Constants
-from lockstep.engine.audit.pass_state import PassState, Repetition, depends_on, is_looked_at
-from lockstep.engine.evaluation.batches import Scores, evaluation_batches
+from lockstep.engine.audit.pass_state import PassState, is_check_due
+from lockstep.engine.audit.repetition import Repetition, depends_on
+from lockstep.engine.evaluation.batches import EvaluationBatches, Scores
 from lockstep.engine.evaluation.metrics import Leaf, StatefulMetrics, plain, tried
 from lockstep.engine.passes.buffers import KeptBuffers
 from lockstep.engine.passes.compute import Compute
@@ -37,24 +39,15 @@ class Evaluation:
 
     Attributes:
         dataset: the split.
-        num_samples: of the split; None for a stream that does not say its length.
+        num_samples: of the split; None for a stream without a length.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        split_name: str,
-        dataset: Any,
-        batch_size: int,
-        device: torch.device,
-        seed: int,
-    ) -> None:
-        self.dataset = dataset
-        self._split_name = split_name
+    def __init__(self, task: Task, batches: EvaluationBatches) -> None:
+        self.dataset = batches.dataset
+        self.num_samples = batches.num_samples
+        self._batches = batches
         self._guard = AttributeGuard()
-        self._batches = evaluation_batches(task, split_name, dataset, batch_size, device, seed)
-        self.num_samples = self._batches.num_samples
-        self._metrics = StatefulMetrics(task, device)
+        self._metrics = StatefulMetrics(task, batches.device)
 
     def run(
         self,
@@ -71,8 +64,8 @@ class Evaluation:
             transport: all ranks.
             model: model to evaluate.
             compute: computation of `Task.evaluate`.
-            beat: function that is called before each batch, to show that this rank is alive.
-            placement: where each rank is on the mesh, whose replicas share the batches; without it,
+            beat: function that is called before each batch, the heartbeat of this process.
+            placement: place of each rank on the mesh, whose replicas share the batches; without it,
                 each rank is a replica.
             tables: tables whose rows are distributed, if there are any.
         """
@@ -97,18 +90,14 @@ class Evaluation:
 
         together = compute_leaves
         if placement is not None:
-            together = functools.partial(placement.together, compute_leaves)
-        model.eval()
-        try:
+            together = partial(placement.together, compute_leaves)
+        with eval_mode(model):
             if placement is not None and placement.are_coupled and not transport.can_regroup:
                 leaves = together()  # others may wait for this rank, and only its end wakes them
             else:
                 leaves = everywhere(transport, together)
-        finally:
-            model.train()
-        if placement is not None and not placement.are_scored:
-            scored = _nothing
-        else:
+        scored: Callable[[], Scores] = partial(Scores, {}, {})
+        if placement is None or placement.are_scored:
             scored = self._scored(data, num_replicas, leaves)
         scores = everywhere(transport, scored)
         if placement is not None and placement.are_staged:
@@ -140,32 +129,25 @@ class Evaluation:
         return scored
 
     def watch(self, guard: AttributeGuard) -> None:
-        """Have attributes noticed that one batch sets and another batch, or a microbatch, reads."""
+        """Notice attributes that one batch sets and another batch, or a microbatch, reads."""
         self._guard = guard
         self._batches.watch(guard)
 
     def first_digest(self) -> str:
-        """SHA-256 of the first batch, which is fetched for it; talks to nobody."""
-        return data_digest(self._batches.first())
+        """SHA-256 of the first batch, which is fetched for it; not a collective."""
+        return data_digest(self._batches.get(0))
 
     def compute_second_batch(self, model: nn.Module, compute: Compute) -> None:
         """Evaluate the second batch, if there is one, for what it leaves behind."""
-        model.eval()
-        try:
-            batch = self._batches.second()
+        with eval_mode(model):
+            batch = self._batches.get(1)
             if batch is not None:
                 self._computed([(1, batch)], model, compute, lambda: None)
-        finally:
-            model.train()
 
     def first_batch(self, model: nn.Module, compute: Compute) -> dict[str, float]:
-        """Loss and metrics of the first batch; talks to nobody."""
-        model.eval()
-        try:
-            batches = [(0, self._batches.first())]
-            leaves = self._computed(batches, model, compute, lambda: None)
-        finally:
-            model.train()
+        """Loss and metrics of the first batch; not a collective."""
+        with eval_mode(model):
+            leaves = self._computed([(0, self._batches.get(0))], model, compute, lambda: None)
         means, finish = self._combined(LocalTransport(), leaves, sorted(leaves[0][0]), [[0]])
         scalars, _ = plain(tried(finish, self._metrics.names))
         return _united(means, scalars)
@@ -180,7 +162,7 @@ class Evaluation:
     ) -> list[tuple[Sums, Leaf]]:
         """Loss and metrics of batches, each from the same parameters and buffers.
 
-        With tables, a collective: ranks lend each other rows until all are through.
+        With tables, a collective: ranks send each other rows until all have computed theirs.
 
         Raises:
             TaskError: one of them changes a parameter.
@@ -192,11 +174,11 @@ class Evaluation:
 
         def compute_one(number: int, batch: Any, fetched: AllFetched | None = None) -> None:
             beat()
-            self._guard.enter((self._split_name, number))
+            self._guard.enter((self._batches.split_name, number))
             try:
                 sums, updates = compute.evaluate(number, batch, fetched)
             except StageDone as done:
-                done.pass_on()
+                done.send()
                 return
             finally:
                 kept.restore()
@@ -217,7 +199,7 @@ class Evaluation:
         names: Sequence[str],
         numbers: Sequence[Sequence[int]],
     ) -> tuple[dict[str, float], Callable[[], dict[str, Any]]]:
-        """Means over all batches, and what computes the other metrics; a collective.
+        """Means over all batches, and a function that computes the other metrics; a collective.
 
         Args:
             transport: the group of ranks.
@@ -245,27 +227,11 @@ class Evaluation:
         return means, finish
 
 
-def _united(means: dict[str, float], scalars: dict[str, float]) -> dict[str, float]:
-    twice = sorted(means.keys() & scalars.keys())
-    if twice:
-        raise shared(
-            TaskError(
-                f"Task.metrics: {twice[0]!r} is the name of a metric of Loss.metrics too; give it "
-                "another one"
-            )
-        )
-    return means | scalars
-
-
-def _nothing() -> Scores:
-    return Scores({}, {})
-
-
 class EvaluationAudit:
-    """Compares an evaluation with itself, if what its batches have left behind is suspicious.
+    """Repeats an evaluation, and compares both, if its batches have left suspicious state behind.
 
-    An evaluation decides when a run ends and which checkpoint is best. What a batch leaves behind
-    depends on which of them this rank has evaluated.
+    An evaluation decides when a run ends and which checkpoint is best. The state that batches leave
+    behind depends on which of them this rank has evaluated.
     """
 
     def __init__(self, transport: Transport, state: PassState) -> None:
@@ -281,11 +247,11 @@ class EvaluationAudit:
             evaluate: computes its scores, on all ranks.
 
         Raises:
-            TaskError: it came out otherwise when it was done again; on all ranks.
+            TaskError: the repetition gave another result; on all ranks.
         """
         count = self._counts[split] = self._counts.get(split, 0) + 1
         batches = Repetition(self._state)
-        scores = self._once(batches, evaluate, is_looked_at(count))
+        scores = self._once(batches, evaluate, is_check_due(count))
         suspects = batches.suspects_of_all(self._transport)
         if not suspects:
             return scores
@@ -302,10 +268,32 @@ class EvaluationAudit:
         return scores
 
     def _once(
-        self, batches: Repetition, evaluate: Callable[[], Scores], is_looked: bool = False
+        self, batches: Repetition, evaluate: Callable[[], Scores], is_due: bool = False
     ) -> Scores:
-        batches.begin(is_looked)
+        batches.begin(is_due)
         try:
             return evaluate()
         finally:
             batches.end()
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model in evaluation mode within it, and in training mode after it."""
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
+
+
+def _united(means: dict[str, float], scalars: dict[str, float]) -> dict[str, float]:
+    twice = sorted(means.keys() & scalars.keys())
+    if twice:
+        raise shared(
+            TaskError(
+                f"Task.metrics: {twice[0]!r} is the name of a metric of Loss.metrics too; give it "
+                "another one"
+            )
+        )
+    return means | scalars

@@ -1,4 +1,4 @@
-"""Metrics that are no ratios: the states of torchmetrics, combined in a fixed order.
+"""Metrics that are not ratios: the states of torchmetrics, combined in a fixed order.
 
 Each batch updates a fresh state. States are combined over batches, not over ranks: floats are
 added along the canonical tree with the loss, integers exactly, and lists are joined in the order
@@ -29,7 +29,7 @@ class State:
 
     Attributes:
         metric: name of the metric.
-        name: name of the state, as `add_state` was given it.
+        name: name of the state, from `add_state`.
         kind: how batches are combined: `sum`, `mean`, `max`, `min` or `cat`.
         default: value before any update; None for `cat`.
     """
@@ -48,11 +48,11 @@ class State:
 
 
 Leaf = dict[State, Tensor | None]
-"""The states of one batch, in host memory; None for a list that nothing was added to."""
+"""The states of one batch, in host memory; None for an empty list."""
 
 
 def reductions() -> dict[Any, str]:
-    """What torchmetrics calls the ways in which states are combined.
+    """The functions of torchmetrics that combine states, each with its kind.
 
     Raises:
         ConfigError: it is not installed.
@@ -70,15 +70,15 @@ def reductions() -> dict[Any, str]:
 
 
 def states_of(name: str, metric: Any, reductions: Mapping[Any, str]) -> list[State]:
-    """The states of a metric, which is prepared to be computed without torch.distributed.
+    """The states of a metric, which is set up to be computed without torch.distributed.
 
     Args:
-        name: what the task calls it.
-        metric: what the task gives.
+        name: its name in the task.
+        metric: value from the task.
         reductions: from `reductions`.
 
     Raises:
-        TaskError: it is no metric, or has states that cannot be combined.
+        TaskError: it is not a metric, or has states that cannot be combined.
     """
     from torchmetrics import Metric
 
@@ -128,8 +128,8 @@ def value_of(state: State, value: Any) -> Tensor | None:
     return copied
 
 
-def there(value: Tensor | None) -> Tensor:
-    """A value of a state that always has one."""
+def present(value: Tensor | None) -> Tensor:
+    """The value of a state that is not an empty list."""
     assert value is not None
     return value
 
@@ -142,7 +142,7 @@ def reduced(transport: Transport, state: State, values: Sequence[Tensor | None])
         state: of kind `sum`, `max` or `min`.
         values: of this rank's batches.
     """
-    default = there(state.default)
+    default = present(state.default)
     wide = torch.float64 if default.is_floating_point() else torch.int64
     functions: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "sum": torch.add, "max": torch.maximum, "min": torch.minimum,
@@ -150,7 +150,7 @@ def reduced(transport: Transport, state: State, values: Sequence[Tensor | None])
     combine = functions[state.kind]
     own = default.to(wide)
     for value in values:
-        own = combine(own, there(value).to(wide))
+        own = combine(own, present(value).to(wide))
     everyone = transport.gather_host(own.reshape(-1), [own.numel()] * transport.size)
     parts = everyone.view(transport.size, *default.shape).unbind()
     total = parts[0]
@@ -162,7 +162,7 @@ def reduced(transport: Transport, state: State, values: Sequence[Tensor | None])
 def joined(
     transport: Transport, values: Sequence[Tensor | None], numbers: Sequence[Sequence[int]]
 ) -> Tensor | None:
-    """The values of all batches behind one another, in the order of batches; a collective.
+    """The values of all batches, concatenated in the order of batches; a collective.
 
     Args:
         transport: the group of ranks.
@@ -202,17 +202,17 @@ def joined(
 
 
 class StatefulMetrics:
-    """The metrics that `Task.metrics` gives.
+    """The metrics of `Task.metrics`.
 
     Attributes:
         states: all states of all metrics.
     """
 
     def __init__(self, task: Task, device: torch.device) -> None:
-        """Ask the task for its metrics.
+        """Get the metrics of a task.
 
         Raises:
-            TaskError: one is no metric, or has states that cannot be combined.
+            TaskError: one is not a metric, or has states that cannot be combined.
             ConfigError: torchmetrics is not installed.
         """
         given: object = task.metrics()
@@ -236,8 +236,8 @@ class StatefulMetrics:
 
     @property
     def num_summed(self) -> int:
-        """How many numbers `summed` gives."""
-        return sum(there(s.default).numel() for s in self.states if s.is_summed)
+        """Number of values that `summed` returns."""
+        return sum(present(s.default).numel() for s in self.states if s.is_summed)
 
     def leaf(self, updates: Mapping[str, Any]) -> Leaf:
         """The states after one batch.
@@ -263,12 +263,12 @@ class StatefulMetrics:
         return leaf
 
     def summed(self, leaf: Leaf) -> list[float]:
-        """What of a leaf is to be added up along the tree."""
+        """The values of a leaf that are added up along the tree."""
         return [
             value
             for state in self.states
             if state.is_summed
-            for value in there(leaf[state]).double().reshape(-1).tolist()
+            for value in present(leaf[state]).double().reshape(-1).tolist()
         ]
 
     def compute(
@@ -287,13 +287,13 @@ class StatefulMetrics:
             numbers: for each rank, the numbers of its batches.
 
         Returns:
-            A function that computes the metrics: names to tensors or what else they give.
+            A function that computes the metrics by name: tensors, or what else a metric returns.
         """
         values: dict[State, Tensor | None] = {}
         count, rest = sum(map(len, numbers)), list(totals)
         for state in self.states:
             if state.is_summed:
-                default = there(state.default)
+                default = present(state.default)
                 own, rest = rest[: default.numel()], rest[default.numel() :]
                 total = torch.tensor(own, dtype=torch.float64).reshape(default.shape)
                 values[state] = total / count if state.kind == "mean" else total
@@ -308,9 +308,10 @@ class StatefulMetrics:
         metric.reset()
         for state, value in values.items():
             if state.metric == name:
-                joined = [] if value is None else [value]
-                default = state.default
-                setattr(metric, state.name, joined if default is None else there(value).to(default))
+                if state.default is None:
+                    setattr(metric, state.name, [] if value is None else [value])
+                else:
+                    setattr(metric, state.name, present(value).to(state.default))
         metric._update_count = count
         try:
             return metric.compute()
@@ -321,7 +322,7 @@ class StatefulMetrics:
 
 
 def plain(results: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
-    """Results of metrics as numbers, and as nested lists where they are more than one."""
+    """Results of metrics that are one number, and the others as nested lists."""
     scalars: dict[str, float] = {}
     arrays: dict[str, Any] = {}
     for name, result in results.items():
@@ -334,7 +335,7 @@ def plain(results: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any]]
 
 
 def tried(compute: Callable[[], dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """Results of one batch, of which there may be too little for some metrics: these are 0."""
+    """Results of one batch; 0 for all if it is too small for some metric."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -364,7 +365,7 @@ def _update(name: str, metric: Metric, arguments: Any) -> None:
 
 
 def _attributes(metric: Metric) -> dict[str, str]:
-    """Plain values that a metric holds beside its states."""
+    """Plain attributes of a metric beside its states."""
     kinds = (bool, int, float, str, type(None), Tensor)
     return {
         key: repr(value)

@@ -143,7 +143,7 @@ class Backward:
         if self._axis is not None and self._pipeline is not None:
             inputs, self._pipeline.inputs = self._pipeline.inputs, []
             if not self._axis.is_last:
-                self._axis.pass_on(outputs)
+                self._axis.send_outputs(outputs)
         total = loss.sum if loss is not None else None
         return Forwarded(total, inputs, outputs, deltas, fetch, len(scalars))
 
@@ -224,7 +224,7 @@ class Backward:
     ) -> float:
         """The backward pass of a stage that is not the last; returns the weight of the loss."""
         assert self._axis is not None
-        *gradients, weight = self._axis.take_back()
+        *gradients, weight = self._axis.receive_gradients()
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
         if pairs:
             torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs], inputs=targets)
@@ -236,7 +236,7 @@ class Backward:
         assert self._axis is not None
         gradients = [tensor.grad for tensor in inputs]
         there = torch.tensor(weight, dtype=torch.float64)
-        self._axis.give_back([*gradients, there])
+        self._axis.send_gradients([*gradients, there])
 
     def restart(self) -> None:
         """Forget what passes have left behind, also ones that an exception has ended."""

@@ -194,14 +194,8 @@ class Recovery:
         if not lead.is_ahead:
             data.agree()
             return
-        meta = copy_state(
-            parts.train_step,
-            parts.model,
-            state.progress,
-            {"run": state.state_dict()},
-            data,
-            lead.rank,
-        )
+        own = {"run": state.state_dict()}
+        meta = copy_state(parts.train_step, state.progress, own, data, lead.rank)
         if self.is_new or self._has_released:
             state.progress = Progress.from_state_dict(meta["progress"])
             state.load_state_dict(meta["run"])
@@ -224,8 +218,8 @@ class Recovery:
         """
         train_step, mesh = self._parts.train_step, self._parts.placement.mesh
         carries, tables = train_step.carries, train_step.tables
-        is_lost = carries is not None and bool(carries.deal_out(mesh.microbatches))
-        if tables is not None and tables.deal_out():
+        is_lost = carries is not None and bool(carries.redistribute(mesh.microbatches))
+        if tables is not None and tables.redistribute():
             if lead.step > 0:
                 return True
             tables.start()

@@ -26,7 +26,7 @@ from lockstep.engine.run.progress import Progress
 from lockstep.engine.run.reporter import Reporter
 from lockstep.engine.run.run_state import RunState
 from lockstep.engine.runtime import Runtime, check_can_regroup, everywhere
-from lockstep.engine.snapshot.capture import streamed_digest, whole_digest
+from lockstep.engine.snapshot.capture import whole_digest
 from lockstep.engine.snapshot.restore import temporary_state
 from lockstep.engine.step.step_audit import StepRepeated
 from lockstep.engine.step.sums import DIRECTORY_LOST, StepResult
@@ -191,7 +191,7 @@ class Trainer:
             state.is_save_overdue = False
 
     def _rescue(self) -> NoReturn:
-        """Save the state beside a run directory that is gone, and end.
+        """Save the state next to a run directory that is gone, and end.
 
         Raises:
             RunDirectoryError: always; on all ranks.
@@ -217,7 +217,7 @@ class Trainer:
             self._evaluate(splits)
             return
         root, runtime = self._directory.checkpoints, self._runtime
-        with temporary_state(root, best, last, parts.train_step, parts.model, runtime) as step:
+        with temporary_state(root, best, last, parts.train_step, runtime) as step:
             self._evaluate(splits, None if step == last else step)
 
     def _evaluate(self, splits: Sequence[str], model_step: int | None = None) -> None:
@@ -307,7 +307,7 @@ class Trainer:
             status="completed" if progress.finished else "stopped",
             reason=progress.finished or state.stop_reason,
             exit_code=0 if progress.finished else EXIT_CODES.get(state.stop_reason, 0),
-            params_sha256=self._digest(),
+            params_sha256=whole_digest(self._parts.train_step),
             metrics=self._reporter.final_metrics(progress),
             world_size=self._transport.size,
             wall_s=perf_counter() - self._started,
@@ -322,12 +322,3 @@ class Trainer:
         # All leave together: a rank that leaves early looks dead, and the others would recover.
         self._transport.agree()
         return finished
-
-    def _digest(self) -> str:
-        """SHA-256 of the final parameters; a collective."""
-        parts, train_step = self._parts, self._parts.train_step
-        unsaved = train_step.state.unsaved
-        if train_step.is_streamed:
-            return streamed_digest(train_step, parts.model, unsaved)
-        with train_step.parameters.whole():
-            return whole_digest(parts.placement, parts.model, train_step.flat, unsaved)

@@ -206,7 +206,7 @@ class Microbatches:
         of_ranks = mesh.of_ranks(proposal.ranges)
         carries = self._parts.train_step.carries
         if carries is not None:
-            carries.deal_out(of_ranks)
+            carries.redistribute(of_ranks)
         self._assign(proposal.ranges, step)
         return Proposal(of_ranks, mesh.replicas[proposal.slowest][0], proposal.slowdown)
 

@@ -1,4 +1,4 @@
-"""Position and history of a run: its state beside the tensors."""
+"""Position and history of a run: all of its state that is not tensors."""
 
 from __future__ import annotations
 

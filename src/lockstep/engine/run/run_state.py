@@ -1,4 +1,4 @@
-"""The state of a run beside its tensors, and committing steps and evaluations to it."""
+"""The state of a run besides its tensors, to which steps and evaluations are committed."""
 
 from __future__ import annotations
 

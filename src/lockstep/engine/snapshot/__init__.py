@@ -1,1 +1,1 @@
-"""A training state and snapshots of it: taken, checked, brought back into use."""
+"""Snapshots of the training state: captured, checked and restored."""

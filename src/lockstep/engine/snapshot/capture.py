@@ -1,22 +1,20 @@
 """Taking a snapshot of a training state in use, also where no rank has all of it.
 
 With gradients or parameters in slices a rank may lack the memory for whole ones. So a checkpoint is
-written while its tensors come together, those of a block at a time.
+written while its tensors are gathered, those of a block at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lockstep.engine.carry.carries import Held, named_tensors
+from lockstep.engine.carry.carries import CarryByNumber, named_tensors
 from lockstep.engine.checkpoint.format import Kind, Snapshot, Tensors
 from lockstep.engine.digests import combined_digest, model_digest, tensor_digest, tensors_digest
-from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.optimizer.optimizer_state import OptimizerState
 from lockstep.engine.placement import Placement
 from lockstep.engine.run.progress import Progress
@@ -27,8 +25,7 @@ from lockstep.nn.ties import Unit
 from lockstep.parallel.exchange import gather_slices
 
 
-@dataclass(frozen=True)
-class WholeTensors:
+class WholeTensors(NamedTuple):
     """Copies in host memory.
 
     Attributes:
@@ -40,22 +37,98 @@ class WholeTensors:
     optimizer: dict[str, Tensor]
 
 
-def whole_tensors(
-    placement: Placement, model: nn.Module, flat: FlatTensors, state: OptimizerState | None
-) -> WholeTensors | None:
-    """All tensors on rank 0, None on the others; a collective of all ranks.
+def capture(
+    train_step: TrainStep,
+    progress: Progress,
+    meta: dict[str, Any],
+    state: OptimizerState,
+    whole: WholeTensors | None = None,
+    carries: CarryByNumber | None = None,
+) -> Callable[[], Snapshot]:
+    """Copy the state in memory; the function that is returned makes a snapshot of the copies.
 
     Args:
-        placement: where each rank is on the mesh.
-        model: model of this rank.
-        flat: its trainable parameters in flat memory.
+        train_step: training step with the model, the optimizer, the loss scale and the task.
+        progress: position and history of the run.
+        meta: further values for the manifest, JSON-able.
+        state: state of the optimizer, already copied.
+        whole: tensors of model and optimizer, if other ranks own some of them. Without it, the
+            snapshot of a model in shards has what this rank owns.
+        carries: what all microbatches carry; None if they carry nothing.
+    """
+    task, values = train_step.task_state.capture()
+    tensors = whole.model if whole else _copied(own_tensors(train_step))
+    buffers = _copied(train_step.state.unsaved)
+    carry: dict[str, Tensor] = {}
+    if carries is not None:
+        carry, structures = named_tensors(carries)
+        meta = meta | {"carry": structures}
+    meta = meta | {
+        "progress": progress.state_dict(),
+        "loss_scale": train_step.loss_scale.state_dict(),
+        "optimizer_scalars": state.scalars,
+        "optimizer_shared": state.shared,
+        "task": values,
+    }
+    step = progress.step  # the progress goes on while the snapshot is written
+
+    def make() -> Snapshot:
+        optimizer = whole.optimizer if whole else _optimizer_tensors(train_step, state)
+        return Snapshot(step, tensors, optimizer, meta, buffers, task, carry)
+
+    return make
+
+
+def own_tensors(train_step: TrainStep) -> dict[str, Tensor]:
+    """Parameters and persistent buffers that this rank has; whole ones by their own names."""
+    placement, model = train_step.placement, train_step.model
+    return held_tensors(model, placement.own) if placement.is_split else dict(model.state_dict())
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
+def _optimizer_tensors(train_step: TrainStep, state: OptimizerState) -> dict[str, Tensor]:
+    """An optimizer's tensors by "key/parameter", on the CPU."""
+    optimizer = {name: tensor.cpu() for name, tensor in state.tensors.items()}
+    shards = {} if train_step.placement.is_split else train_step.flat.shards
+    for key, segments in state.flats.items():
+        for name, tensor in joined_by_name(train_step.flat.named(segments), shards):
+            optimizer[f"{key}/{name}"] = tensor.cpu()
+    return optimizer
+
+
+def whole_digest(train_step: TrainStep) -> str:
+    """`model_digest` of the whole model; a collective of all ranks."""
+    buffers = train_step.state.unsaved
+    if train_step.is_streamed:
+        streamed = StreamedState(train_step, [])
+        named = zip(streamed.model.kinds, streamed.model.content, strict=True)
+        digests = {name: tensor_digest(name, tensor) for name, tensor in named}
+        streamed.drain()
+        return combined_digest(digests | {n: tensor_digest(n, t) for n, t in buffers.items()})
+    with train_step.parameters.whole():
+        if not train_step.placement.is_split:
+            return model_digest(train_step.model, buffers)
+        whole = whole_tensors(train_step, None)
+        digest = tensors_digest(whole.model | dict(buffers)) if whole else ""
+        return str(train_step.placement.world.gather_json(digest)[0])
+
+
+def whole_tensors(train_step: TrainStep, state: OptimizerState | None) -> WholeTensors | None:
+    """All tensors of a model in shards or stages on rank 0, None on the others; a collective.
+
+    Args:
+        train_step: training step with this rank's part of the model.
         state: this rank's part of the optimizer's state, if that is wanted too.
     """
+    placement, model, flat = train_step.placement, train_step.model, train_step.flat
     if placement.replica_number != 0:
         return None
-    shards, units = shards_of(model), units_of(model)
-    here, everywhere = held_tensors(model, placement.own), every_tensor(model)
-    tensors = dict(joined_by_name(_gathered(placement, here, everywhere, units), shards))
+    here = held_tensors(model, placement.own)
+    everyone = _gathered(placement, here, every_tensor(model), units_of(model))
+    tensors = dict(joined_by_name(everyone, shards_of(model)))
     optimizer = {}
     flats = state.flats if state else {}
     # A rank that trains no parameter has no state of any.
@@ -67,17 +140,6 @@ def whole_tensors(
     return WholeTensors(tensors, optimizer) if placement.world.rank == 0 else None
 
 
-def whole_digest(
-    placement: Placement, model: nn.Module, flat: FlatTensors, buffers: Mapping[str, Tensor]
-) -> str:
-    """`model_digest` of the whole model; a collective of all ranks."""
-    if not placement.is_split:
-        return model_digest(model, buffers)
-    whole = whole_tensors(placement, model, flat, None)
-    digest = tensors_digest(whole.model | dict(buffers)) if whole else ""
-    return str(placement.world.gather_json(digest)[0])
-
-
 def _gathered(
     placement: Placement,
     own: Mapping[str, Tensor],
@@ -87,13 +149,12 @@ def _gathered(
     """Tensors by name, on rank 0 those of all ranks of its replica, in host memory.
 
     Args:
-        placement: where each rank is on the mesh.
-        own: tensors that this rank holds.
-        likes: all tensors; those that this rank does not hold count with their shapes only.
-        units: unit of each tensor that not every rank need hold.
+        placement: place of each rank on the mesh.
+        own: tensors that this rank has.
+        likes: all tensors; of those that this rank does not have, only the shapes count.
+        units: unit of each tensor that not every rank has.
     """
-    is_first = placement.world.rank == 0
-    gathered = {n: t.detach().to("cpu", copy=True) for n, t in own.items() if n not in units}
+    gathered = _copied({name: tensor for name, tensor in own.items() if name not in units})
     for name, like in likes.items():
         if name not in units:
             continue
@@ -101,57 +162,48 @@ def _gathered(
         if tensor is None:
             tensor = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        placement.replica.broadcast(flat, placement.holder(units[name]))
-        if is_first:
+        placement.replica.broadcast(flat, placement.owner_column(units[name]))
+        if placement.world.rank == 0:
             gathered[name] = flat.view(tensor.dtype).view(tensor.shape).to("cpu", copy=True)
     return gathered
-
-
-def streamed_digest(train_step: TrainStep, model: nn.Module, buffers: Mapping[str, Tensor]) -> str:
-    """`model_digest` of the whole model; a collective."""
-    streamed = StreamedState(train_step, model, [])
-    named = zip(streamed.model.kinds, streamed.model.content, strict=True)
-    digests = {name: tensor_digest(name, tensor) for name, tensor in named}
-    streamed.drain()
-    return combined_digest(digests | {n: tensor_digest(n, t) for n, t in buffers.items()})
 
 
 class StreamedState:
     """Parameters, buffers and optimizer state of all ranks of a single column.
 
-    Every rank goes through all tensors in the same order, for they are gathered on the way: by
-    reading `model` and then `optimizer`, or by `drain`.
+    Each tensor is gathered when it is read. So every rank goes through all of them in the same
+    order: by reading `model` and then `optimizer`, or by `drain`.
 
     Attributes:
         model: tensors of the model's `state_dict`.
         optimizer: tensors of an element-wise optimizer's state by "key/parameter".
     """
 
-    def __init__(self, train_step: TrainStep, model: nn.Module, keys: list[str]) -> None:
-        """Plan what comes when.
+    def __init__(self, train_step: TrainStep, keys: list[str]) -> None:
+        """Plan the order of the tensors.
 
         Args:
-            train_step: training step with the parameters and the optimizer.
-            model: model that is trained.
+            train_step: training step with the model and the optimizer.
             keys: keys of the optimizer's state that are tensors, of all ranks.
         """
-        self._train_step, self._model, self._keys = train_step, model, sorted(keys)
-        known = {n: Kind(t.dtype, t.shape) for n, t in model.state_dict().items()}
-        self._sizes = sorted({kind.dtype.itemsize for kind in known.values()}, reverse=True)
-        self._known = known
+        self._train_step, self._model, self._keys = train_step, train_step.model, sorted(keys)
+        self._kinds = {n: Kind(t.dtype, t.shape) for n, t in self._model.state_dict().items()}
+        segments = train_step.flat.segments
+        # Those of the largest elements first, as in the files.
+        self._segments = sorted(range(len(segments)), key=lambda s: -segments[s].dtype.itemsize)
         self._tensors = self._each()
-        of_model = sorted(known, key=lambda name: -known[name].dtype.itemsize)
-        self.model = Tensors({name: known[name] for name in of_model}, self._next(len(of_model)))
-        of_optimizer = {
+        names = sorted(self._kinds, key=lambda name: -self._kinds[name].dtype.itemsize)
+        self.model = Tensors({name: self._kinds[name] for name in names}, self._next(len(names)))
+        kinds = {
             f"{key}/{name}": kind
             for segment in self._segments
             for key in self._keys
-            for name, kind in self._wholes(segment).items()
+            for name, kind in self._kinds_of(segment).items()
         }
-        self.optimizer = Tensors(of_optimizer, self._next(len(of_optimizer)))
+        self.optimizer = Tensors(kinds, self._next(len(kinds)))
 
     def drain(self) -> None:
-        """Take part in what is left of them."""
+        """Take part in gathering the tensors that are left."""
         for _ in self._tensors:
             pass
 
@@ -159,7 +211,7 @@ class StreamedState:
         return (tensor for _, tensor in zip(range(count), self._tensors, strict=False))
 
     def _each(self) -> Iterator[Tensor]:
-        for size in self._sizes:
+        for size in sorted({kind.dtype.itemsize for kind in self._kinds.values()}, reverse=True):
             yield from self._of_model(size)
         for segment in self._segments:
             for key in self._keys:
@@ -167,7 +219,7 @@ class StreamedState:
 
     def _of_model(self, size: int) -> Iterator[Tensor]:
         """Tensors of the model whose elements take `size` bytes, in the order of `state_dict`."""
-        wanted = {name for name, kind in self._known.items() if kind.dtype.itemsize == size}
+        wanted = {name for name, kind in self._kinds.items() if kind.dtype.itemsize == size}
         if not isinstance(self._model, Pipeline):
             yield from (t for name, t in self._model.state_dict().items() if name in wanted)
             return
@@ -182,7 +234,7 @@ class StreamedState:
                     storage.unshard(number)
                 state = block.state_dict(prefix=prefix)
                 yield from (t for name, t in state.items() if name in wanted)
-                del state
+                del state  # views would keep the block's memory from being freed
                 if storage is not None:
                     storage.reshard(number)
 
@@ -195,21 +247,13 @@ class StreamedState:
         for (first, last), part in train_step.flat_optimizer.state_of(segment, key):
             whole[first:last] = part
         gather_slices(train_step.placement.storage, whole, slices)
-        views = {e.name: self._view(whole, e.range, e.shape) for e in flat.entries_of(segment)}
+        views = {
+            e.name: whole[e.range.first : e.range.last].view(e.shape)
+            for e in flat.entries_of(segment)
+        }
         yield from (tensor for _, tensor in joined_by_name(views, flat.shards))
 
-    @staticmethod
-    def _view(whole: Tensor, part: tuple[int, int], shape: torch.Size) -> Tensor:
-        first, last = part
-        return whole[first:last].view(shape)
-
-    @property
-    def _segments(self) -> list[int]:
-        """Those of the largest elements first."""
-        segments = self._train_step.flat.segments
-        return sorted(range(len(segments)), key=lambda s: -segments[s].dtype.itemsize)
-
-    def _wholes(self, segment: int) -> Mapping[str, Kind]:
+    def _kinds_of(self, segment: int) -> dict[str, Kind]:
         """Names and kinds of the parameters of a segment, in the order of `_of_optimizer`."""
         flat = self._train_step.flat
         dtype = flat.segments[segment].dtype
@@ -218,67 +262,3 @@ class StreamedState:
             for e in flat.entries_of(segment)
         }
         return {n: Kind(dtype, t.shape) for n, t in joined_by_name(likes, flat.shards)}
-
-
-def capture(
-    train_step: TrainStep,
-    model: nn.Module,
-    progress: Progress,
-    meta: dict[str, Any],
-    state: OptimizerState,
-    whole: WholeTensors | None = None,
-    carries: Held | None = None,
-) -> Callable[[], Snapshot]:
-    """Copy the state in memory; what is returned makes a snapshot of the copies.
-
-    Args:
-        train_step: training step with the optimizer, the loss scale and the task.
-        model: model that is trained.
-        progress: position and history of the run.
-        meta: further values for the manifest, JSON-able.
-        state: state of the optimizer, already copied.
-        whole: tensors of model and optimizer, if other ranks hold some of them. Without it, the
-            snapshot of a model in shards has what this rank holds.
-        carries: what all microbatches carry; None if they carry nothing.
-    """
-    task, values = train_step.task_state.capture()
-    tensors = whole.model if whole else _copied(held(train_step, model))
-    buffers = {n: t.detach().to("cpu", copy=True) for n, t in train_step.state.unsaved.items()}
-    carry: dict[str, Tensor] = {}
-    if carries is not None:
-        carry, structures = named_tensors(carries)
-        meta = meta | {"carry": structures}
-    meta = meta | {
-        "progress": progress.state_dict(),
-        "loss_scale": train_step.loss_scale.state_dict(),
-        "optimizer_scalars": state.scalars,
-        "optimizer_shared": state.shared,
-        "task": values,
-    }
-
-    def make() -> Snapshot:
-        optimizer = whole.optimizer if whole else _named(train_step, state)
-        return Snapshot(progress_step, tensors, optimizer, meta, buffers, task, carry)
-
-    progress_step = progress.step
-    return make
-
-
-def held(train_step: TrainStep, model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers that this rank has; whole ones by their own names."""
-    placement = train_step.placement
-    return held_tensors(model, placement.own) if placement.is_split else dict(model.state_dict())
-
-
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-
-
-def _named(train_step: TrainStep, state: OptimizerState) -> dict[str, Tensor]:
-    """An optimizer's tensors by "key/parameter", on the CPU."""
-    optimizer = {name: tensor.cpu() for name, tensor in state.tensors.items()}
-    shards = {} if train_step.placement.is_split else train_step.flat.shards
-    for key, segments in state.flats.items():
-        for name, tensor in joined_by_name(train_step.flat.named(segments), shards):
-            optimizer[f"{key}/{name}"] = tensor.cpu()
-    return optimizer

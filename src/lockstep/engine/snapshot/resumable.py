@@ -1,10 +1,10 @@
-"""Whether a checkpoint that verifies makes sense, also for a run of another length.
+"""Whether a verified checkpoint is consistent, also with a run of another length.
 
-It may where it then is, to the bit, the run that was begun for that many: nothing that was done
-so far may depend on where the run was to end.
+A SHA-256 detects damage. It does not detect what another program, another version or a person has
+edited and signed; that is refused here, before anything of it is used.
 
-A SHA-256 tells damage. It does not tell what another program, another version or a hand has
-written and signed anew; that is refused here, before anything of it is in use.
+A run may go on with another length if it is then, bit for bit, a run that was started with that
+length: nothing so far may depend on where the run was to end.
 """
 
 from __future__ import annotations
@@ -39,125 +39,15 @@ _WAY_OUT = (
 )
 
 
-def stretch(snapshot: Snapshot, config: TrainConfig, parts: Parts, folder: Path) -> str:
-    """Make a checkpoint of a run one of the run with this config, where that has another length.
-
-    Args:
-        snapshot: a checkpoint that makes sense by itself; its progress is changed.
-        config: config of the longer run, in which no other key has another value.
-        parts: parts of the longer run.
-        folder: path of the checkpoint's folder.
-
-    Returns:
-        What was taken back, for people; empty if nothing was.
-
-    Raises:
-        ConfigError: the run may not have another length, and why.
-        CheckpointError: the manifest does not say what length the run had.
-    """
-    before = _total_steps(snapshot.meta.get("config"), parts.sampler.steps_per_epoch, folder)
-    total = parts.total_steps
-    if before == total:
-        return ""
-    progress = Progress.from_state_dict(snapshot.meta["progress"])
-    name = "steps" if config.steps else "epochs"
-    key = f"{name}={getattr(config, name)}"
-    if total <= progress.step:
-        raise ConfigError(
-            f"{key}: is {total} steps, and the run has done {progress.step}; give more, or take "
-            f"the checkpoint of an earlier step: {_WAY_OUT}"
-        )
-    _check_asked(snapshot.meta.get("asked"), key)
-    _check_learning_rates(parts, config, key, before, progress.step)
-    said = _take_back(progress, parts, folder, key)
-    if progress.finished == ALL_STEPS:
-        is_judged = progress.evaluated == progress.step
-        progress.finished = progress.exhausted(config) if is_judged else ""
-    snapshot.meta["progress"] = progress.state_dict()
-    return said
-
-
-def _total_steps(config: Any, steps_per_epoch: int | None, folder: Path) -> int:
-    """The number of steps of the run that a manifest's config says."""
-    there = config if isinstance(config, dict) else {}
-    try:
-        epochs = as_type(int, there.get("epochs"))
-        steps: int | None = as_type(int | None, there.get("steps"))  # type: ignore[arg-type]
-    except ValueError as error:
-        raise CheckpointError(f"{folder}: is damaged: config: epochs or steps: {error}") from None
-    return steps or epochs * (steps_per_epoch or 0)
-
-
-def _check_asked(asked: Any, key: str) -> None:
-    """Refuse a run whose code has asked where it ends, or of which that is not known."""
-    if not isinstance(asked, list):
-        raise ConfigError(
-            f"{key}: the run was begun by a version that did not note whether the task's code asks "
-            f"for its length; {_WAY_OUT}"
-        )
-    if asked:
-        raise ConfigError(
-            f"{key}: the task's code may have used the run's length so far: it has read "
-            f"{', '.join(map(str, asked))}; {_WAY_OUT}"
-        )
-
-
-def _check_learning_rates(
-    parts: Parts, config: TrainConfig, key: str, before: int, num_steps: int
-) -> None:
-    """Refuse a run whose steps so far would have had other learning rates."""
-    schedule, tables = parts.train_step.schedule, parts.train_step.tables
-    own = [dealt.table.schedule for dealt in tables.each] if tables is not None else []
-    differs = schedule.first_difference(before, num_steps)
-    for each in (schedule for schedule in own if schedule is not None):
-        for step in range(num_steps):
-            lengths = (before, parts.total_steps)
-            one, other = (lr_factor(each, step, length, 0) for length in lengths)
-            if one != other:
-                differs = step if differs is None else min(step, differs)
-                break
-    if differs is not None:
-        raise ConfigError(
-            f"{key}: the learning rate depends on where the run ends (schedule.name="
-            f"{config.schedule.name}, a table's schedule, or Task.lr_factor): step {differs} would "
-            f"have had another one in a run of {parts.total_steps} steps than in one of {before}; "
-            f"{_WAY_OUT}"
-        )
-
-
-def _take_back(progress: Progress, parts: Parts, folder: Path, key: str) -> str:
-    """Forget the evaluation that was made only because the run was to end there."""
-    kept = progress.before_last
-    if kept is None:
-        return ""
-    for hook in parts.task_state.hooks:
-        if type(hook).after_evaluation is not Hook.after_evaluation and not hook.first_only:
-            raise ConfigError(
-                f"{key}: {type(hook).__name__}.after_evaluation has seen the evaluation after step "
-                f"{progress.step}, which a longer run does not have; {_WAY_OUT}"
-            )
-    best = folder.with_name(listing.folder_name(kept.best_step))
-    if kept.best_step and not best.is_dir():
-        raise ConfigError(
-            f"{key}: {best.name} is the best one without the evaluation after step "
-            f"{progress.step}, which a longer run does not have, and was deleted; {_WAY_OUT}"
-        )
-    vars(progress).update(vars(kept))
-    return (
-        f"the evaluation after step {progress.step} was made because it was the last one, and does "
-        "not count in a run of another length"
-    )
-
-
 @dataclass(frozen=True)
 class SamplerMeta:
-    """The part of a manifest that tells the data.
+    """The part of a manifest about the data.
 
     Attributes:
         num_samples: number of samples of an epoch; None for a stream of unknown length.
         epoch: epoch of the next step, from 0.
         data_digest: SHA-256 of the first microbatch.
-        task_digest: digest of all samples (`Task.data_digest`), where the task gives one.
+        task_digest: digest of all samples (`Task.data_digest`), if the task gives one.
         pass_starts: of a stream of unknown length, the positions at which passes over it begin.
     """
 
@@ -170,12 +60,12 @@ class SamplerMeta:
 
 @dataclass
 class SavedShared:
-    """State that belongs to no single parameter, as `optimizer_state.SharedState.values` gives it.
+    """State that belongs to no single parameter, from `optimizer_state.SharedState.values`.
 
     Attributes:
         groups: what has changed in each group; None for groups that were not stepped there.
         attributes: attributes that have changed.
-        state: what the optimizer keeps under keys that are no parameters.
+        state: state of the optimizer under keys that are not parameters.
     """
 
     groups: list[dict[str, Any] | None]
@@ -189,7 +79,7 @@ class SavedShared:
 
 
 def check_meta(snapshot: Snapshot, where: str) -> tuple[Progress, SamplerMeta]:
-    """What a snapshot says of progress and data, which must be of the snapshot's step.
+    """Progress and data of a snapshot's manifest, which must belong to the snapshot's step.
 
     Raises:
         CheckpointError: names the field that is missing or wrong.
@@ -241,7 +131,7 @@ def check_training_state(
         )
     description = snapshot.meta.get("optimizer", {})
     if not isinstance(description, dict):
-        raise CheckpointError(f"{where}: is damaged: optimizer={shown(description)}: no object")
+        raise CheckpointError(f"{where}: is damaged: optimizer={shown(description)}: not an object")
     scale = LossScale(config.precision)
     problem = _loss_scale_problem(snapshot.meta.get("loss_scale"), scale, config)
     problem = problem or _scalars_problem(snapshot.meta.get("optimizer_scalars"))
@@ -250,6 +140,116 @@ def check_training_state(
     _check_carry(snapshot, train_step.carries, where)
     if problem:
         raise CheckpointError(f"{where}: is damaged: {problem}")
+
+
+def stretch(snapshot: Snapshot, config: TrainConfig, parts: Parts, folder: Path) -> str:
+    """Convert a checkpoint to one of the run with this config, if that has another length.
+
+    Args:
+        snapshot: a checkpoint that is consistent in itself; its progress is changed.
+        config: config of the longer run, in which no other key has another value.
+        parts: parts of the longer run.
+        folder: path of the checkpoint's folder.
+
+    Returns:
+        A warning about what was undone; empty if nothing was.
+
+    Raises:
+        ConfigError: the run may not have another length, and why.
+        CheckpointError: the manifest does not say the length of the run.
+    """
+    before = _total_steps(snapshot.meta.get("config"), parts.sampler.steps_per_epoch, folder)
+    total = parts.total_steps
+    if before == total:
+        return ""
+    progress = Progress.from_state_dict(snapshot.meta["progress"])
+    name = "steps" if config.steps else "epochs"
+    key = f"{name}={getattr(config, name)}"
+    if total <= progress.step:
+        raise ConfigError(
+            f"{key}: is {total} steps, and the run has done {progress.step}; give more, or take "
+            f"the checkpoint of an earlier step: {_WAY_OUT}"
+        )
+    _check_length_reads(snapshot.meta.get("asked"), key)
+    _check_learning_rates(parts, config, key, before, progress.step)
+    said = _undo_last_evaluation(progress, parts, folder, key)
+    if progress.finished == ALL_STEPS:
+        is_judged = progress.evaluated == progress.step
+        progress.finished = progress.exhausted(config) if is_judged else ""
+    snapshot.meta["progress"] = progress.state_dict()
+    return said
+
+
+def _total_steps(config: Any, steps_per_epoch: int | None, folder: Path) -> int:
+    """The number of steps of the run that a manifest's config says."""
+    there = config if isinstance(config, dict) else {}
+    try:
+        epochs = as_type(int, there.get("epochs"))
+        steps: int | None = as_type(int | None, there.get("steps"))  # type: ignore[arg-type]
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: is damaged: config: epochs or steps: {error}") from None
+    return steps or epochs * (steps_per_epoch or 0)
+
+
+def _check_length_reads(names: Any, key: str) -> None:
+    """Refuse a run whose code has read its length, or for which that is not known."""
+    if not isinstance(names, list):
+        raise ConfigError(
+            f"{key}: the run was begun by a version that did not note whether the task's code "
+            f"reads its length; {_WAY_OUT}"
+        )
+    if names:
+        raise ConfigError(
+            f"{key}: the task's code may have used the run's length so far: it has read "
+            f"{', '.join(map(str, names))}; {_WAY_OUT}"
+        )
+
+
+def _check_learning_rates(
+    parts: Parts, config: TrainConfig, key: str, before: int, num_steps: int
+) -> None:
+    """Refuse a run whose steps so far would have had other learning rates."""
+    schedule, tables = parts.train_step.schedule, parts.train_step.tables
+    own = [distributed.module.schedule for distributed in tables.each] if tables is not None else []
+    differs = schedule.first_difference(before, num_steps)
+    for each in (schedule for schedule in own if schedule is not None):
+        for step in range(num_steps):
+            lengths = (before, parts.total_steps)
+            one, other = (lr_factor(each, step, length, 0) for length in lengths)
+            if one != other:
+                differs = step if differs is None else min(step, differs)
+                break
+    if differs is not None:
+        raise ConfigError(
+            f"{key}: the learning rate depends on where the run ends (schedule.name="
+            f"{config.schedule.name}, a table's schedule, or Task.lr_factor): step {differs} would "
+            f"have had another one in a run of {parts.total_steps} steps than in one of {before}; "
+            f"{_WAY_OUT}"
+        )
+
+
+def _undo_last_evaluation(progress: Progress, parts: Parts, folder: Path, key: str) -> str:
+    """Remove the evaluation that was made only because the run was to end there."""
+    kept = progress.before_last
+    if kept is None:
+        return ""
+    for hook in parts.task_state.hooks:
+        if type(hook).after_evaluation is not Hook.after_evaluation and not hook.first_only:
+            raise ConfigError(
+                f"{key}: {type(hook).__name__}.after_evaluation has seen the evaluation after step "
+                f"{progress.step}, which a longer run does not have; {_WAY_OUT}"
+            )
+    best = folder.with_name(listing.folder_name(kept.best_step))
+    if kept.best_step and not best.is_dir():
+        raise ConfigError(
+            f"{key}: {best.name} is the best one without the evaluation after step "
+            f"{progress.step}, which a longer run does not have, and was deleted; {_WAY_OUT}"
+        )
+    vars(progress).update(vars(kept))
+    return (
+        f"the evaluation after step {progress.step} was made because it was the last one, and does "
+        "not count in a run of another length"
+    )
 
 
 def _part(snapshot: Snapshot, key: str, kind: Any, where: str) -> Any:
@@ -279,7 +279,7 @@ def _scalars_problem(scalars: Any) -> str:
         for key, value in values.items():
             place = f"optimizer_scalars.{shown(owner)}.{shown(key)}={shown(value)}"
             if value != TENSOR and not _is_state(value):
-                return f"{place}: is no value of an optimizer's state"
+                return f"{place}: is not a value of an optimizer's state"
     return ""
 
 
@@ -297,7 +297,7 @@ def _shared_problem(saved: Any) -> str:
 
 
 def _task_problem(snapshot: Snapshot, task_state: TaskState) -> str:
-    """What is wrong with the task's own state: it must have all parts, of whatever kind by now."""
+    """What is wrong with the task's own state: it must have all parts, of any type."""
     state = snapshot.meta.get("task", {})
     if not isinstance(state, dict):
         return f"task={shown(state)}: must be an object"
@@ -323,19 +323,19 @@ def _check_carry(snapshot: Snapshot, carries: DistributedCarries | None, where: 
 
 
 def _is_state(value: Any) -> bool:
-    """Whether `optimizer_state.from_json` can make something of it that says the same."""
+    """Whether `optimizer_state.from_json` reads it, and `to_json` writes the same again."""
     try:
-        made = from_json(value, torch.device("cpu"))
-        return bool(_placeless(to_json(made)) == _placeless(value))
+        state = from_json(value, torch.device("cpu"))
+        return bool(_comparable(to_json(state)) == _comparable(value))
     except (LockstepError, ArithmeticError, RuntimeError, TypeError, ValueError):
         return False
 
 
-def _placeless(value: Any) -> Any:
-    """Without the devices of tensors, and with NaNs that are equal."""
+def _comparable(value: Any) -> Any:
+    """The value without devices of tensors, and with NaNs that are equal."""
     if isinstance(value, dict):
         is_place = isinstance(value.get("device"), str) and "dtype" in value
-        return {k: _placeless(v) for k, v in value.items() if not (is_place and k == "device")}
+        return {k: _comparable(v) for k, v in value.items() if not (is_place and k == "device")}
     if isinstance(value, list):
-        return [_placeless(v) for v in value]
+        return [_comparable(v) for v in value]
     return "nan" if value != value else value

@@ -1,4 +1,4 @@
-"""State of a task's own and of its hooks (`state_dict`), between them and a checkpoint."""
+"""State of a task and of its hooks (`state_dict`), as checkpoints have it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lockstep.engine.task import Task
 from lockstep.errors import CheckpointError, LockstepError, TaskError
 
 _HOOKS = "hooks/"
-"""What names of hooks' state begin with."""
+"""Prefix of the names of hooks' state."""
 
 
 class TaskState:
-    """The state of a task and of those of its hooks that every rank runs.
+    """The state of a task and of those hooks that every rank runs.
 
     Attributes:
         task: the task.
@@ -59,12 +59,12 @@ class TaskState:
         return tensors, values
 
     def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Give task and hooks what `capture` took, if there is anything.
+        """Load what `capture` returned into task and hooks, if there is anything.
 
         Raises:
-            CheckpointError: one cannot take it, or there is state of a hook that is not here.
+            CheckpointError: one cannot load it, or there is state of a hook that does not exist.
         """
-        left = dict(sorted({**tensors, **values}.items()))  # files have tensors in any order
+        left = dict(sorted({**tensors, **values}.items()))  # the order in files is not fixed
         for prefix, owner in [*self._owners()][::-1]:  # the task's own names have no prefix
             mine = [name for name in left if name.startswith(prefix)]
             if not prefix and any(name.startswith(_HOOKS) for name in mine):
@@ -85,7 +85,7 @@ class TaskState:
         return digests
 
     def check(self) -> None:
-        """Make sure that the state can be saved, and that there is code to load it.
+        """Make sure that the state can be saved, and that code exists that loads it.
 
         Raises:
             TaskError: naming what is missing or cannot be saved.
@@ -101,7 +101,7 @@ class TaskState:
         self.capture()
 
     def _owners(self) -> Iterator[tuple[str, Task | Hook]]:
-        """Who has state, each with what its names begin with; the task first."""
+        """Owners of state, each with the prefix of its names; the task first."""
         yield "", self.task
         names: list[str] = []
         for hook in self.hooks:
@@ -138,8 +138,8 @@ def _captured(owner: Task | Hook) -> tuple[dict[str, Tensor], dict[str, Any]]:
         key = _other_key(value)
         if key is not None:
             raise TaskError(
-                f"{where}: {name!r} has the key {key}, of which JSON would make text; keys must "
-                "be text already"
+                f"{where}: {name!r} has the key {key}, which JSON would convert to text; keys "
+                "must be text"
             )
     return tensors, values
 
@@ -162,7 +162,7 @@ def _raised(where: str, error: Exception) -> str:
 
 
 def _other_key(value: Any) -> str | None:
-    """A key that is no text, of dicts in what JSON can hold; None if there is none."""
+    """A key that is not a string, of dicts in a JSON value; None if there is none."""
     if isinstance(value, dict):
         others = [repr(key) for key in value if not isinstance(key, str)]
         return others[0] if others else _other_key([*value.values()])

@@ -1,6 +1,6 @@
-"""Applying a step: what microbatches have summed up to becomes the committed state, at once.
+"""Applying a step: the sums of its microbatches become the committed state.
 
-Nothing in here talks to other ranks, so a rank has applied all of a step or nothing of it.
+Nothing here communicates, so no loss can interrupt it: a rank has applied all of a step, or none.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Apply:
     """Steps parameters, rows and buffers, and goes on from what microbatches carry.
 
     Attributes:
-        summed: what the present step has come to, from when all ranks can apply it until they have;
-            None before and after, and always where each rank alone has all state.
+        summed: sums of the present step while all ranks can apply it but may not have; None before
+            and after, and always where each rank has all state.
     """
 
     def __init__(self, parts: StepParts, flat_optimizer: FlatOptimizer, schedule: Schedule) -> None:
@@ -52,13 +52,13 @@ class Apply:
         norm: float,
         workspace: Workspace,
     ) -> StepResult:
-        """Clip, step the optimizer, advance buffers; talks to nobody.
+        """Clip, step the optimizer, advance buffers; no communication.
 
         Args:
             step: number of the step, from 0.
             decays: number of decays of the learning rate so far.
             factors: of the schedule, what base learning rates are multiplied with.
-            summed: what the step has come to on all ranks.
+            summed: sums and headers of the step on all ranks.
             norm: norm of the mean gradient; not finite if fp16 skips the step.
             workspace: gradients and slices of this rank.
         """
@@ -79,7 +79,7 @@ class Apply:
             outer = factors if self._local is None else 1.0
             self._flat_optimizer.step(outer, key, phase)
             self._commit_buffers(weight, summed.headers, workspace)
-        # Before others can overwrite them: an interrupted all-gather may leave anything in place.
+        # Before the gather, which may leave arbitrary values here if it is interrupted.
         workspace.keep_aside()
         if self._local is None:
             lr = self._flat_optimizer.lr(factors, phase)
@@ -100,11 +100,10 @@ class Apply:
     def follow(
         self, step: int, decays: int, lead: StepResult, workspace: Workspace, shares_state: bool
     ) -> None:
-        """Apply an interrupted step that another rank has applied, as far as this one has to.
+        """Apply an interrupted step that another rank has applied.
 
-        Where any rank alone has all parameters and all state, a copy of these is made later; but
-        what microbatches carry is with the ranks that have computed them, and rows of tables are
-        with those that own them.
+        Where each rank has all parameters and all state, these are copied later from that rank. But
+        carries are on the ranks that have computed them, and rows of tables on their owners.
 
         Args:
             step: number of the step, from 0.
@@ -123,7 +122,7 @@ class Apply:
             self.step(step, decays, factors, self.summed, lead.grad_norm, workspace)
 
     def _settle(self, step: int, decays: int, norm: float) -> None:
-        """Go on from what the step has made of carries and rows; talks to nobody."""
+        """Commit the carries and rows of the step; no communication."""
         if self._carries is not None:
             self._carries.settle(norm)
         if self._tables is not None:
@@ -132,7 +131,7 @@ class Apply:
             self._tables.settle(step, decays, norm, unit)
 
     def _unit(self, weight: float, norm: float) -> float:
-        """What sums of gradients are multiplied with: mean, loss scale and clipping in one."""
+        """The factor of summed gradients: mean, loss scale and clipping in one."""
         unit = 1.0 / (weight * self._loss_scale.value)
         # Workers clip their own gradients.
         clip_norm = self._config.clip_norm if self._config.local.steps == 1 else None

@@ -1,4 +1,4 @@
-"""Whether a rank has the memory for what a step keeps, before any of it is asked for."""
+"""Checks that a rank has the memory for what a step keeps, before it is allocated."""
 
 from __future__ import annotations
 

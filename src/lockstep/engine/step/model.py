@@ -33,18 +33,18 @@ from lockstep.parallel.layout import Range
 
 
 class SlicedParameters:
-    """Opens and closes the flat memory of parameters in slices; leaves that of others alone."""
+    """Gathers and frees parameters in slices; does nothing where parameters are whole."""
 
     def __init__(self, model: nn.Module, placement: Placement) -> None:
         self._model, self._placement = model, placement
         self._is_open = True
 
     def use(self, flat: FlatTensors, workspace: Workspace) -> None:
-        """Work on this memory from now on, which is open."""
+        """Use this memory from now on; it is open."""
         self._flat, self._workspace = flat, workspace
 
     def open(self, gathered: bool = False) -> None:
-        """Have all parameters in memory, those of other stages apart.
+        """Allocate all parameters, except those of other stages.
 
         Args:
             gathered: whether they have their values, for which this is a collective of the column;
@@ -66,7 +66,7 @@ class SlicedParameters:
 
     @contextmanager
     def whole(self, gathered: bool = True) -> Iterator[None]:
-        """`open` them within it; what they become there, alike on a column's ranks, is kept."""
+        """`open` them within it; changes, which all ranks of a column make alike, are kept."""
         was_open = self._is_open
         self.open(gathered)
         try:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import NamedTuple
 
-from lockstep.engine.audit.pass_state import PassState, Repetition, depends_on
+from lockstep.engine.audit.pass_state import PassState
+from lockstep.engine.audit.repetition import Repetition, depends_on
 from lockstep.engine.digests import checksum
 from lockstep.engine.runtime import Runtime, everywhere
 from lockstep.engine.step.sums import Header
@@ -102,7 +103,7 @@ class StepAudit:
 
         Raises:
             StepRepeated: it is to be done again.
-            TaskError: it came out otherwise the second time; on all ranks.
+            TaskError: the second result is another one; on all ranks.
         """
         if self._passes.is_second:
             self._compare(_outcome(scalars, workspace))

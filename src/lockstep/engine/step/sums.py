@@ -14,7 +14,7 @@ from lockstep.engine.passes.passes import Passes, StepParts, fill
 from lockstep.engine.passes.returned import check_weight, non_finite_gradient, non_finite_loss
 from lockstep.engine.runtime import Raised, shared_error
 from lockstep.engine.step.workspace import Workspace
-from lockstep.engine.task.rebuilt import Asked
+from lockstep.engine.task.rebuilt import LengthReads
 from lockstep.engine.timing import Times
 from lockstep.parallel.rounds import Rounds
 
@@ -42,7 +42,7 @@ class Header(NamedTuple):
     carry_length: int = 0
     """Number of elements of what this rank's microbatches carry, packed."""
     asked: int = 0
-    """What code has asked of the run's length on this rank (`Asked.bits`)."""
+    """What code has asked of the run's length on this rank (`LengthReads.bits`)."""
     is_suspicious: bool = False
     """Whether this rank's passes have changed state, so that the step has to be done again."""
     settings: int = 0
@@ -117,7 +117,7 @@ class Summed:
 class StepSums:
     """Sums a step's microbatches over all ranks, and makes sure that the step can be applied."""
 
-    def __init__(self, parts: StepParts, passes: Passes, asked: Asked | None) -> None:
+    def __init__(self, parts: StepParts, passes: Passes, asked: LengthReads | None) -> None:
         """Bind them together.
 
         Args:

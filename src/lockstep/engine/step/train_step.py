@@ -1,8 +1,8 @@
 """One training step, from the microbatches to the committed parameters.
 
-Nothing of the committed state changes before `Apply.step`: until then a step can be given up
-and done again. With a sharded optimizer, ranks need each other once more after it. So before any
-rank applies a step, all have what it takes to apply it: when one has, all of them can, and must.
+No committed state changes before `Apply.step`: until then a step can be given up and repeated. With
+a sharded optimizer, ranks need each other once more after it. So before any rank applies a step,
+all ranks have what they need to apply it: once one has applied it, all others can, and must.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lockstep.engine.step.step_audit import StepAudit
 from lockstep.engine.step.sums import Header, StepResult, StepSums, Summed, num_values
 from lockstep.engine.step.workspace import Workspace
 from lockstep.engine.tables.group import Tables
-from lockstep.engine.task.rebuilt import asked_of
+from lockstep.engine.task.rebuilt import length_reads
 from lockstep.engine.timing import Stopwatch
 from lockstep.errors import TaskError, shared
 from lockstep.nn.cutting import keep
@@ -48,6 +48,7 @@ class TrainStep:
     """Everything a training step needs, bound together once.
 
     Attributes:
+        model: model that is trained.
         task_state: state of the task whose step it is, and of its hooks.
         watched: generators that microbatches must not draw from.
         flat: trainable parameters in flat memory.
@@ -82,7 +83,7 @@ class TrainStep:
         order_digest: Callable[[int], int],
         first_agreed: Sequence[Tensor] = (),
     ) -> None:
-        self._runtime, self._config, self._model = runtime, config, model
+        self._runtime, self._config, self.model = runtime, config, model
         self.placement, self.task_state, self.watched = placement, task_state, compute.watched
         self.sharded = config.shards_optimizer
         self.with_buddy = self.sharded and config.optimizer.buddy and runtime.transport.can_regroup
@@ -110,7 +111,7 @@ class TrainStep:
             self.carries, self.tables, self._storage,
         )  # fmt: skip
         self._passes = Passes(parts, flat)
-        self._sums = StepSums(parts, self._passes, asked_of(task_state.task.config))
+        self._sums = StepSums(parts, self._passes, length_reads(task_state.task.config))
         self.parameters = SlicedParameters(model, placement)
         if placement.in_slices:
             flat.renew()
@@ -315,7 +316,7 @@ class TrainStep:
         """
         own = self.placement.own
         self.flat = self.flat.restricted(own)
-        keep(self._model, own)
+        keep(self.model, own)
         self._passes.use(self.flat)
         self._constants.watch_anew()
         self._apply.summed = None

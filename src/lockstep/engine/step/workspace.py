@@ -74,7 +74,7 @@ class Workspace:
             state: buffers that forward passes change.
             placement: where each rank is on the mesh.
             ranges: microbatches of each rank.
-            num_scalars: number of float64 sums beside the gradient.
+            num_scalars: number of float64 sums besides the gradient.
             num_header: number of float64 values in a header.
             with_buddy: whether each rank steps the slice of the rank before it too.
             leaf_states: what compression keeps from step to step; None if gradients travel as they
@@ -248,7 +248,7 @@ class Workspace:
             return
         for sums, entries in zip(self.buffer_sums, self._buffer_entries, strict=True):
             for column in range(0, placement.mesh.num_columns, placement.mesh.tp):
-                # A copy, since this rank's own sums are sent to the others later.
+                # A copy: the broadcast overwrites all of it, and only one stage's buffers count.
                 of_stage = sums.clone()
                 placement.world.broadcast(of_stage, placement.mesh.members(column)[0])
                 for entry, unit in entries:

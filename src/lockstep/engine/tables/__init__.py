@@ -1,1 +1,1 @@
-"""Tables whose rows are distributed over ranks: fetched by microbatches, stepped, copied, kept."""
+"""Tables whose rows are distributed over ranks: fetched, stepped, copied and saved."""

@@ -1,7 +1,7 @@
-"""Tables in checkpoints: files of so many rows each, in the order of the rows.
+"""Tables in checkpoints: files with equal numbers of rows, in the order of the rows.
 
-The cut depends on the table alone, so the files are the same on any number of ranks. Rows come to
-rank 0 while they are written, and go out while they are read: no rank need have room for a table.
+The cuts depend on the table alone, so the files are the same on any number of ranks. Rows are sent
+to rank 0 while it writes them, and from it while it reads them: no rank needs memory for a table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lockstep.nn.sparse_embedding import SparseEmbedding
 from lockstep.parallel.layout import ROWS, Range
 
 _FILE_BYTES = 32 << 20
-"""Size that a file has at most, if a group of rows is not larger."""
+"""Greatest size of a file, unless a single group of rows is larger."""
 
 
 def cuts(table: SparseEmbedding) -> list[Range]:
@@ -40,7 +40,7 @@ def file_name(number: int, part: int) -> str:
 
 
 def described(tables: Mapping[str, SparseEmbedding]) -> dict[str, Any]:
-    """What a manifest says of tables, by name."""
+    """The description of tables in a manifest, by name."""
     return {
         name: {
             "num_rows": table.num_rows,
@@ -63,9 +63,9 @@ def check_described(
 
     Args:
         tables: of this model, by name.
-        there: what the manifest says of those of the checkpoint.
-        where: what errors call the checkpoint.
-        keys: what must be equal; files depend on what the optimizer keeps.
+        there: the description of those of the checkpoint.
+        where: name of the checkpoint in errors.
+        keys: keys that must be equal; files depend on the optimizer's state.
 
     Raises:
         CheckpointError: names the first thing that differs.
@@ -89,7 +89,7 @@ def check_described(
 
 
 class StreamedTables:
-    """The files of tables, whose rows come to rank 0 while it writes them.
+    """The files of tables, whose rows are gathered on rank 0 while it writes them.
 
     Every rank goes through all of them in the same order: by reading `files`, or by `drain`.
 
@@ -100,35 +100,35 @@ class StreamedTables:
     def __init__(self, transport: Transport, tables: list[DistributedTable]) -> None:
         self._transport = transport
         self._plan = [
-            (number, dealt, part, rows)
-            for number, dealt in enumerate(tables)
-            for part, rows in enumerate(cuts(dealt.table))
+            (number, distributed, part, rows)
+            for number, distributed in enumerate(tables)
+            for part, rows in enumerate(cuts(distributed.module))
         ]
         self._tensors = self._each()
         self.files = {
-            file_name(number, part): self._content(dealt, rows)
-            for number, dealt, part, rows in self._plan
+            file_name(number, part): self._content(distributed, rows)
+            for number, distributed, part, rows in self._plan
         }
 
     def drain(self) -> None:
-        """Take part in what is left of them."""
+        """Take part in gathering the rows that are left."""
         for _ in self._tensors:
             pass
 
-    def _content(self, dealt: DistributedTable, rows: Range) -> Tensors:
+    def _content(self, distributed: DistributedTable, rows: Range) -> Tensors:
         kinds = {
             name: Kind(torch.float32, torch.Size((len(rows), width)))
-            for name, width in widths(dealt.table).items()
+            for name, width in widths(distributed.module).items()
         }
         return Tensors(kinds, (next(self._tensors) for _ in kinds))
 
     def _each(self) -> Iterator[Tensor]:
-        for _, dealt, _, rows in self._plan:
-            for name in widths(dealt.table):
-                yield self._gathered(dealt.parts[0], name, rows)
+        for _, distributed, _, rows in self._plan:
+            for name in widths(distributed.module):
+                yield self._gathered(distributed.parts[0], name, rows)
 
     def _gathered(self, part: Part, name: str, rows: Range) -> Tensor:
-        """A field of some rows, on rank 0; nothing elsewhere."""
+        """A field of some rows, on rank 0; empty on other ranks."""
         rank, size = self._transport.rank, self._transport.size
         groups = torch.arange(rows.first // ROWS, -(-rows.last // ROWS))
         field = part.groups(name)
@@ -176,20 +176,20 @@ def read_rows(snapshot: Snapshot) -> Iterator[tuple[str, int, str, Tensor]]:
 
 
 def load_tables(transport: Transport, tables: list[DistributedTable], folder: Path | None) -> None:
-    """Put the rows of a checkpoint in place, in parts that have their memory; a collective.
+    """Load the rows of a checkpoint into parts that are allocated; a collective.
 
     Args:
         transport: the group of ranks.
         tables: tables with parts.
-        folder: of the checkpoint, on rank 0; None elsewhere.
+        folder: folder of the checkpoint on rank 0; None on other ranks.
 
     Raises:
         CheckpointError: a file cannot be read; on all ranks.
     """
-    for number, dealt in enumerate(tables):
-        for part, rows in enumerate(cuts(dealt.table)):
+    for number, distributed in enumerate(tables):
+        for part, rows in enumerate(cuts(distributed.module)):
             path = folder / file_name(number, part) if folder is not None else None
-            table = dealt.table
+            table = distributed.module
 
             def read(
                 path: Path | None = path, rows: Range = rows, table: SparseEmbedding = table
@@ -198,17 +198,17 @@ def load_tables(transport: Transport, tables: list[DistributedTable], folder: Pa
 
             fields = everywhere(transport, read)
             for name, width in widths(table).items():
-                device = dealt.parts[0].fields[name].device
+                device = distributed.parts[0].fields[name].device
                 received = torch.empty(len(rows), width, device=device)
                 if fields is not None:
                     received.copy_(fields[name])
                 transport.broadcast(received.view(-1), 0)
-                for own in dealt.parts:
+                for own in distributed.parts:
                     _take(own, name, received, rows)
 
 
 def _take(part: Part, name: str, received: Tensor, rows: Range) -> None:
-    """Put those of the rows in place that are in a part."""
+    """Copy those rows that belong to a part into it."""
     ids = torch.arange(rows.first, rows.last)
     mine = ids[part.layout.owner(ids) == part.owner]
     device = received.device
@@ -216,7 +216,7 @@ def _take(part: Part, name: str, received: Tensor, rows: Range) -> None:
 
 
 def load_whole(tables: Mapping[str, SparseEmbedding], folder: Path, device: torch.device) -> None:
-    """Give tables all their rows, as `lockstep.load` does.
+    """Load all rows of tables, for `lockstep.load`.
 
     Raises:
         CheckpointError: a file cannot be read.

@@ -1,8 +1,8 @@
-"""What a step does with a run's tables: rows are fetched by microbatches, summed up and stepped.
+"""The tables of a run in a step: fetching rows for microbatches, summing and applying gradients.
 
-The buddy of a rank is sent the gradients of its rows too, and steps its copies of them itself.
-Before any rank steps rows, all hold the gradients of the rows that they step. So there is no moment
-at which the newest rows are in one place only.
+The buddy of a rank receives the gradients of its rows too, and steps its copies of them itself.
+Before any rank steps rows, all ranks have the gradients of the rows that they step. So there is no
+moment at which the newest rows are on one rank only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lockstep.engine.placement import Placement
 from lockstep.engine.runtime import Raised, Runtime, everywhere, shared_error
 from lockstep.engine.tables import exchange as messages
 from lockstep.engine.tables.exchange import SomeRankFailed
-from lockstep.engine.tables.run_tables import HeldTables
+from lockstep.engine.tables.run_tables import TableStorage
 from lockstep.nn.sparse_embedding import Fetched, SparseEmbedding
 from lockstep.parallel.fold import plan
 from lockstep.parallel.layout import Assigned
@@ -31,11 +31,11 @@ AllFetched = dict[str, Fetched]
 """Rows of each table, by the table's name."""
 T = TypeVar("T")
 _AT_ONCE = 1023
-"""Norms of rows that each rank sends in one message."""
+"""Number of norms of rows that each rank sends in one message."""
 
 
-class Tables(HeldTables):
-    """The tables of a model, in the present group of ranks, and what of them has been fetched."""
+class Tables(TableStorage):
+    """The tables of a model in the present group of ranks, and the rows that were fetched."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Tables(HeldTables):
         tables: Mapping[str, SparseEmbedding],
         total_steps: int,
     ) -> None:
-        """Deal them out; their rows are as they are before the first step, but for joining ranks.
+        """Distribute them with their initial rows; joining ranks have no rows yet.
 
         Args:
             runtime: the group of ranks.
@@ -63,11 +63,11 @@ class Tables(HeldTables):
         self._microbatches = list(microbatches)
 
     def fetch(self, step: int, find: Callable[[], Mapping[int, Wanted]]) -> None:
-        """Have the rows for a step's microbatches; a collective.
+        """Fetch the rows for a step's microbatches; a collective.
 
         Args:
             step: number of the step.
-            find: says what each microbatch of this rank looks up, by its number.
+            find: returns the rows that each microbatch of this rank looks up, by its number.
 
         Raises:
             LockstepError: it raised an exception on some rank; on all ranks.
@@ -80,8 +80,8 @@ class Tables(HeldTables):
             error = caught
         world = self._placement.world
         self._runtime.at("lookup", step)
-        for dealt in self.each:
-            dealt.begin(self._microbatches[world.rank])
+        for table in self.each:
+            table.begin(self._microbatches[world.rank])
         try:
             fetched = self._fetched_by(list(wanted.values()), True, error is not None)
         except SomeRankFailed:
@@ -95,16 +95,16 @@ class Tables(HeldTables):
         return self._fetched[microbatch]
 
     def add(self, microbatch: int) -> None:
-        """Take the gradients of the next microbatch, of which there may be no samples."""
+        """Add the gradients of the next microbatch, which may have no samples."""
         fetched = self._fetched.pop(microbatch, {})
-        for dealt in self.each:
-            dealt.add(fetched.get(dealt.name))
+        for table in self.each:
+            table.add(fetched.get(table.name))
 
     def reduce(self, step: int) -> None:
         """Sum gradients on the ranks that step their rows; a collective.
 
         Raises:
-            GroupBroken: on all ranks, none of which then goes on from this step.
+            GroupBroken: on all ranks; none of them commits this step.
         """
         world = self._placement.world
         self.take_back()
@@ -118,9 +118,9 @@ class Tables(HeldTables):
 
     def norm(self) -> float:
         """The norm of all summed gradients of rows; a collective."""
-        own = torch.cat([dealt.norms() for dealt in self.each])
+        own = torch.cat([table.norms() for table in self.each])
         world = self._placement.world
-        # Their number with the first ones, since more messages take longer than more bytes.
+        # With the number of norms, since two small messages take longer than one larger one.
         first = torch.zeros(1 + _AT_ONCE, dtype=torch.float64)
         first[0], first[1 : 1 + len(own)] = len(own), own[:_AT_ONCE]
         everyone = world.gather_host(first, [len(first)] * world.size).view(world.size, -1)
@@ -138,30 +138,30 @@ class Tables(HeldTables):
 
     def summed(self) -> dict[str, Tensor]:
         """The summed gradients of the rows that this rank owns, by the name of the table."""
-        return {dealt.name: dealt.summed() for dealt in self.each}
+        return {table.name: table.summed() for table in self.each}
 
     def settle(self, step: int, decays: int, norm: float, unit: float) -> None:
-        """Step rows, or skip it, as the optimizer does; once for each step; talks to nobody.
+        """Step rows, or skip the step, as the optimizer does; once for each step; not a collective.
 
         Args:
             step: number of the step.
             decays: number of decays of the learning rate so far.
             norm: norm of the step's gradient; not finite if fp16 skips the step.
-            unit: what summed gradients are multiplied with.
+            unit: factor of the summed gradients.
         """
-        for dealt in self.each:
-            schedule = dealt.table.schedule or self._config.schedule
+        for table in self.each:
+            schedule = table.module.schedule or self._config.schedule
             factor = lr_factor(schedule, step, self._total_steps, decays)
             if math.isfinite(norm):
-                dealt.apply(unit, dealt.table.optimizer.lr * factor)
+                table.apply(unit, table.module.optimizer.lr * factor)
             else:
-                dealt.skip()
+                table.skip()
 
     def take_back(self) -> None:
-        """Lend nothing any more."""
+        """Forget the rows that were fetched."""
         self._fetched = {}
-        for dealt in self.each:
-            dealt.table.fetch(None)
+        for table in self.each:
+            table.module.fetch(None)
 
     def serve(
         self,
@@ -169,15 +169,15 @@ class Tables(HeldTables):
         wanted: Callable[[int, T], Wanted],
         use: Callable[[int, T, AllFetched], None],
     ) -> None:
-        """Use batches with the rows that they look up; a collective until all are through theirs.
+        """Compute batches with the rows that they look up; a collective until all ranks are done.
 
         Args:
             batches: number and content of each batch of this rank.
-            wanted: function from these to what a batch looks up.
+            wanted: function of these that returns the rows to look up.
             use: function of these and the rows.
 
         Raises:
-            LockstepError: a batch could not be had or used on some rank; on all ranks.
+            LockstepError: a batch could not be fetched or computed on some rank; on all ranks.
         """
         world, waiting = self._placement.world, iter(batches)
         error: Raised | None = None
@@ -201,7 +201,7 @@ class Tables(HeldTables):
             except (Exception, SystemExit) as caught:
                 if self._placement.are_coupled and not self._runtime.transport.can_regroup:
                     raise  # others wait for this rank, and only its end wakes them
-                # Not raised here: the others are about to lend, and would wait for this one.
+                # Not raised here: the other ranks are about to fetch rows, and would wait.
                 error = caught
                 self._placement.give_up()
         self.take_back()
@@ -209,7 +209,7 @@ class Tables(HeldTables):
     def _fetched_by(
         self, wanted: Sequence[Wanted], trains: bool, has_failed: bool = False
     ) -> list[AllFetched]:
-        by_table = [[of[dealt.name] for of in wanted] for dealt in self.each]
+        by_table = [[of[table.name] for of in wanted] for table in self.each]
         rows = messages.fetch(self._placement.world, self.each, by_table, trains, has_failed)
-        names = [dealt.name for dealt in self.each]
+        names = [table.name for table in self.each]
         return [dict(zip(names, each, strict=True)) for each in zip(*rows, strict=True)]

@@ -1,6 +1,6 @@
-"""All tables of a run's model, and which of their rows a batch needs.
+"""All tables of a run's model, the rows that a batch looks up, and their storage on ranks.
 
-A rank that may have to go on without the one before it keeps a copy of that one's rows.
+If survivors of a loss can go on, each rank also has copies of the rows of the rank before it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lockstep.config.parsing import shown
 from lockstep.engine.placement import Placement
 from lockstep.engine.runtime import Runtime, everywhere
 from lockstep.engine.step.memory import check_table_memory
-from lockstep.engine.tables.exchange import Described, deal
+from lockstep.engine.tables.exchange import OwnedParts, redistribute
 from lockstep.engine.tables.files import StreamedTables, load_tables
 from lockstep.engine.tables.table import DistributedTable, Part, check_row_optimizer, widths
 from lockstep.engine.task import Task, has_lookups
@@ -34,7 +34,7 @@ def tables_of(model: nn.Module) -> dict[str, SparseEmbedding]:
 
 
 class Lookups:
-    """The tables of a model, and which rows of them a batch looks up.
+    """The tables of a model, and the rows that batches look up.
 
     Attributes:
         tables: modules by name.
@@ -68,25 +68,25 @@ class Lookups:
             TaskError: `Task.lookups` returned something else than numbers for each table.
         """
         with torch.no_grad():
-            asked: Any = self._task.lookups(batch, *carry)
+            rows: Any = self._task.lookups(batch, *carry)
         where = f"{type(self._task).__name__}.lookups"
-        if not isinstance(asked, Mapping) or sorted(map(str, asked)) != sorted(self.tables):
-            got = shown(list(asked) if isinstance(asked, Mapping) else asked)
+        if not isinstance(rows, Mapping) or sorted(map(str, rows)) != sorted(self.tables):
+            got = shown(list(rows) if isinstance(rows, Mapping) else rows)
             raise TaskError(
                 f"{where}: must return a dict with the keys {sorted(self.tables)}, which are the "
                 f"model's tables; returned {got}"
             )
         for name, table in self.tables.items():
-            table.check(asked[name], f"{where}: {name!r}")
-        return {n: torch.unique(asked[n]).long().to(self._device) for n in self.tables}
+            table.check(rows[name], f"{where}: {name!r}")
+        return {n: torch.unique(rows[n]).long().to(self._device) for n in self.tables}
 
     def fetch(self, fetched: Mapping[str, Fetched] | None) -> None:
-        """Have the model look up these rows; None for all that there are."""
+        """Let the model look up these rows; None for the whole tables."""
         for name, table in self.tables.items():
             table.fetch(fetched[name] if fetched is not None else None)
 
     def at_start(self, wanted: Mapping[str, Tensor], trains: bool) -> dict[str, Fetched]:
-        """Rows as they are before the first step, which takes no communication.
+        """Initial rows, before the first step; not a collective.
 
         Args:
             wanted: rows of each table.
@@ -101,12 +101,12 @@ class Lookups:
 
     @property
     def are_whole(self) -> bool:
-        """Whether all rows of all tables are here, as in a model that was loaded."""
+        """Whether this process has all rows of all tables, as in a model that was loaded."""
         return all(table.weight is not None for table in self.tables.values())
 
 
 def check_tables_fit(tables: Mapping[str, SparseEmbedding], sizes: Mapping[str, int]) -> None:
-    """Refuse a mesh on which rows would be needed where they are not.
+    """Refuse a mesh with other axes than data parallelism.
 
     Args:
         tables: the model's.
@@ -123,8 +123,8 @@ def check_tables_fit(tables: Mapping[str, SparseEmbedding], sizes: Mapping[str, 
             )
 
 
-class HeldTables:
-    """The rows of a model's tables that this rank holds, in the present group of ranks.
+class TableStorage:
+    """The rows of a model's tables on this rank, in the present group of ranks.
 
     Attributes:
         each: the tables.
@@ -137,7 +137,7 @@ class HeldTables:
         placement: Placement,
         tables: Mapping[str, SparseEmbedding],
     ) -> None:
-        """Deal them out; their rows are as they are before the first step, but for joining ranks.
+        """Distribute them with their initial rows; joining ranks have no rows yet.
 
         Args:
             runtime: the group of ranks.
@@ -147,121 +147,117 @@ class HeldTables:
         """
         self._runtime, self._config, self._placement = runtime, config, placement
         self.each = [DistributedTable(n, t, config.num_microbatches) for n, t in tables.items()]
-        for dealt in self.each:
-            dealt.table.is_distributed = True
-            dealt.table.weight = None
-            dealt.table.fetch(None)
+        for table in self.each:
+            table.module.is_distributed = True
+            table.module.weight = None
+            table.module.fetch(None)
         if not runtime.transport.is_joining:
             everywhere(placement.world, self._check)
             self.start()
 
     def _check(self) -> None:
         """Refuse optimizers that cannot work, and tables that do not fit into memory."""
-        for dealt in self.each:
-            check_row_optimizer(dealt.name, dealt.table)
-        sizes = {d.name: 4 * d.table.num_rows * sum(widths(d.table).values()) for d in self.each}
+        for table in self.each:
+            check_row_optimizer(table.name, table.module)
+        sizes = {t.name: 4 * t.module.num_rows * sum(widths(t.module).values()) for t in self.each}
         with_buddy, device = len(self._shifts) > 1, self._runtime.device
         check_table_memory(sizes, self._placement.world.size, with_buddy, device)
 
     def start(self) -> None:
-        """Hold the rows of this rank as they are before the first step."""
-        for dealt in self.each:
-            dealt.parts = [
-                Part.start(dealt.table, self._layout(dealt), owner, self._runtime.device)
+        """Set the rows of this rank to their initial values."""
+        for table in self.each:
+            table.parts = [
+                Part.start(table.module, self._layout(table), owner, self._runtime.device)
                 for owner in self._owners
             ]
 
-    def deal_out(self) -> bool:
-        """Bring rows to those that are to own them in the present group; a collective.
+    def redistribute(self) -> bool:
+        """Send rows to their owners in the present group; a collective.
 
         Returns:
-            Whether nobody that is left has some of them; each rank then holds what it held.
+            Whether no rank has some of the rows; nothing has changed then.
 
         Raises:
-            GroupBroken: on all ranks, which hold what they held.
+            GroupBroken: on all ranks; nothing has changed.
         """
         world = self._placement.world
-        everyone = [
-            [Described(*held) for held in theirs]
-            for theirs in world.gather_json([self._described(dealt) for dealt in self.each])
+        own = [
+            [table.parts[0].layout.size if table.parts else 0, [part.owner for part in table.parts]]
+            for table in self.each
         ]
-        distributed: list[list[Part]] = []
-        for number, dealt in enumerate(self.each):
-            there = [of_rank[number] for of_rank in everyone]
-            layout, device = self._layout(dealt), self._runtime.device
-            parts = deal(world, dealt, there, layout, self._shifts, device)
+        everyone = world.gather_json(own)
+        new_parts: list[list[Part]] = []
+        for number, table in enumerate(self.each):
+            there = [OwnedParts(*of_rank[number]) for of_rank in everyone]
+            layout, device = self._layout(table), self._runtime.device
+            parts = redistribute(world, table, there, layout, self._shifts, device)
             if parts is None:
                 world.agree()
                 return True
-            distributed.append(parts)
+            new_parts.append(parts)
         world.agree()
-        for dealt, parts in zip(self.each, distributed, strict=True):
-            dealt.parts = parts
+        for table, parts in zip(self.each, new_parts, strict=True):
+            table.parts = parts
         return False
-
-    @staticmethod
-    def _described(dealt: DistributedTable) -> tuple[int, list[int]]:
-        size = dealt.parts[0].layout.size if dealt.parts else 0
-        return size, [part.owner for part in dealt.parts]
 
     def streamed(self) -> StreamedTables:
         """All rows, as files of a checkpoint."""
         return StreamedTables(self._placement.world, self.each)
 
     def load(self, folder: Path | None) -> None:
-        """Hold the rows of a checkpoint that fits; a collective.
+        """Load the rows of a checkpoint that fits; a collective.
 
         Args:
-            folder: of the checkpoint, on rank 0; None elsewhere.
+            folder: folder of the checkpoint on rank 0; None on other ranks.
 
         Raises:
             CheckpointError: a file cannot be read; on all ranks.
         """
-        for dealt in self.each:
-            dealt.parts = []  # the memory of those that were held
-            dealt.parts = [
-                Part.empty(dealt.table, self._layout(dealt), owner, self._runtime.device)
+        for table in self.each:
+            table.parts = []  # frees their memory first
+            table.parts = [
+                Part.empty(table.module, self._layout(table), owner, self._runtime.device)
                 for owner in self._owners
             ]
         load_tables(self._placement.world, self.each, folder)
 
     @contextmanager
-    def borrowed(self, folder: Path | None) -> Iterator[None]:
-        """As `load`, for a while; what was held before is put back without communication."""
-        own = [dealt.parts for dealt in self.each]
+    def temporary(self, folder: Path | None) -> Iterator[None]:
+        """As `load`, within the block; the present rows are restored after it, not a collective."""
+        own = [table.parts for table in self.each]
         try:
             self.load(folder)
             yield
         finally:
-            for dealt, parts in zip(self.each, own, strict=True):
-                dealt.parts = parts
+            for table, parts in zip(self.each, own, strict=True):
+                table.parts = parts
 
     def digests(self) -> dict[str, str]:
-        """Digests of what this rank holds, by a name for people; none without copies of any."""
+        """Digests of this rank's parts, by a name for people; none if there are no copies."""
         if len(self._shifts) == 1:
             return {}
         return {
-            f"the rows of rank {part.owner} in {dealt.name}": f"{part.digest():064x}"
-            for dealt in self.each
-            for part in dealt.parts
+            f"the rows of rank {part.owner} in {table.name}": f"{part.digest():064x}"
+            for table in self.each
+            for part in table.parts
         }
 
     def digest(self) -> str:
-        """SHA-256 of all rows and what is kept of them; a collective."""
-        own = [f"{dealt.parts[0].digest():x}" for dealt in self.each]
+        """SHA-256 of all rows and their optimizer state; a collective."""
+        own = [f"{table.parts[0].digest():x}" for table in self.each]
         everyone = self._placement.world.gather_json(own)
         sha = hashlib.sha256()
-        for dealt, numbers in zip(self.each, zip(*everyone, strict=True), strict=True):
+        for table, numbers in zip(self.each, zip(*everyone, strict=True), strict=True):
             total = sum(int(number, 16) for number in numbers) % 2**256
-            sha.update(f"{dealt.name} {total:064x}\n".encode())
+            sha.update(f"{table.name} {total:064x}\n".encode())
         return sha.hexdigest()
 
-    def _layout(self, dealt: DistributedTable) -> RowLayout:
-        return RowLayout(dealt.table.num_rows, self._placement.world.size)
+    def _layout(self, table: DistributedTable) -> RowLayout:
+        return RowLayout(table.module.num_rows, self._placement.world.size)
 
     @property
     def _shifts(self) -> list[int]:
-        """How many ranks before a rank those are whose rows it holds: itself, and its neighbour."""
+        """For each part of a rank, how many ranks before it the owner is."""
         can_regroup = self._runtime.transport.can_regroup and self._placement.world.size > 1
         return [0, 1] if self._config.tables.buddy and can_regroup else [0]
 

@@ -1,4 +1,4 @@
-"""One table of a run: its rows are with their owners, and fetched by other ranks."""
+"""One table of a run: the rows that this rank owns, and how ranks fetch and step rows."""
 
 from __future__ import annotations
 
@@ -16,71 +16,163 @@ from lockstep.optim.rows import row_norms
 from lockstep.parallel.fold import RowFold, RowSum, nothing, total
 from lockstep.parallel.layout import ROWS, Assigned, Node, RowLayout
 
+WEIGHT = "weight"
+"""Name of the field with the rows themselves."""
+
+_STARTED_AT_ONCE = 4096
+"""Groups of rows whose initial values are drawn at a time."""
 _NUM_ROWS, _NUM_STEPS, _LR = 37, 2, 0.1
 _CHOSEN = (5, 6, 11, 12, 30)
 
 
-def check_row_optimizer(name: str, table: SparseEmbedding) -> None:
-    """Refuse an optimizer whose steps depend on more than a row, its gradient and its state.
-
-    Args:
-        name: of the table.
-        table: table with the optimizer.
-
-    Raises:
-        TaskError: it cannot step rows, or not by themselves.
-    """
-    where = f"the optimizer of table {name} ({type(table.optimizer).__name__})"
-    generator = torch.Generator().manual_seed(0)
-    rows, *gradients = torch.randn(1 + _NUM_STEPS, _NUM_ROWS, table.dim, generator=generator)
-    chosen = torch.tensor(_CHOSEN)
-    try:
-        whole = _stepped(table, rows, gradients)
-        again = _stepped(table, rows, gradients)
-        alone = _stepped(table, rows[chosen], [g[chosen] for g in gradients])
-    except Exception as error:
-        raise TaskError(f"{where}: cannot step rows: {type(error).__name__}: {error}") from None
-    for field, values in whole.items():
-        if not bool(values.isfinite().all()):
-            raise TaskError(f"{where}: makes {field} NaN or infinite from numbers that are not")
-        if not torch.equal(values, again[field]):
-            raise TaskError(
-                f"{where}: made other rows when it stepped the same again: it draws random "
-                "numbers, or keeps something beside `state`, whose names `widths` gives"
-            )
-        if not torch.equal(values[chosen], alone[field]):
-            raise TaskError(
-                f"{where}: steps a row otherwise when others are stepped beside it; ranks step "
-                "other parts of the rows, so compute each row from itself alone"
-            )
-
-
-def _stepped(
-    table: SparseEmbedding, rows: Tensor, gradients: Sequence[Tensor]
-) -> dict[str, Tensor]:
-    """All fields of some rows after a few steps."""
-    fields = {name: torch.zeros(len(rows), width) for name, width in widths(table).items()}
-    fields[WEIGHT] = rows.clone()
-    state = {name: field for name, field in fields.items() if name != WEIGHT}
-    for gradient in gradients:
-        table.optimizer.step(fields[WEIGHT], state, gradient.clone(), _LR)
-    return fields
-
-
-WEIGHT = "weight"
-"""Name of the field that rows themselves are in."""
-_STARTED_AT_ONCE = 4096
-"""Groups of rows whose values at the start are drawn at a time."""
-
-
 def widths(table: SparseEmbedding) -> dict[str, int]:
-    """The fields of each row: how many float32 numbers each has, by name."""
+    """The number of float32 values of each field of a row, by name."""
     return {WEIGHT: table.dim, **table.optimizer.widths(table.dim)}
 
 
-def num_of_last(layout: RowLayout) -> int:
-    """The number of rows that the owner of the last group has of the table."""
-    return (layout.num_groups - 1) // layout.size * ROWS + (layout.num_rows - 1) % ROWS + 1
+class DistributedTable:
+    """A table in the present group of ranks.
+
+    Attributes:
+        name: name of the module.
+        module: the module.
+        parts: rows of this rank, and copies of those of the rank before it if it is its buddy.
+    """
+
+    def __init__(self, name: str, module: SparseEmbedding, num_microbatches: int) -> None:
+        self.name, self.module = name, module
+        self.parts: list[Part] = []
+        self._num_microbatches = num_microbatches
+        self._sums: list[RowSum] | None = None
+
+    def begin(self, microbatches: Assigned) -> None:
+        """Forget the gradients of another step, or of another try of this one."""
+        self._fold = RowFold(microbatches, self._num_microbatches)
+        self._sums = None
+
+    @property
+    def _layout(self) -> RowLayout:
+        return self.parts[0].layout
+
+    @property
+    def _weight(self) -> Tensor:
+        return self.parts[0].fields[WEIGHT]
+
+    def request(self, wanted: Sequence[Tensor]) -> RowRequest:
+        """The rows to request from each owner.
+
+        Args:
+            wanted: rows that are looked up together, ascending: int64 [n] each.
+        """
+        none = torch.empty(0, dtype=torch.int64, device=self._weight.device)
+        ids = torch.unique(torch.cat([none, *wanted]))
+        owners = self._layout.owner(ids)
+        by_owner = torch.argsort(owners, stable=True)
+        counts = torch.bincount(owners, minlength=self._layout.size)
+        return RowRequest(ids, by_owner, list(torch.split(ids[by_owner], counts.tolist())))
+
+    def answer(self, ids: Tensor) -> Tensor:
+        """Copies of rows that this rank owns: float32 [n, dim]."""
+        return self._weight[self._layout.local(ids)]
+
+    def take(
+        self,
+        request: RowRequest,
+        answers: Sequence[Tensor],
+        wanted: Sequence[Tensor],
+        trains: bool,
+    ) -> list[Fetched]:
+        """The rows for each lookup, from the answers of all owners.
+
+        Args:
+            request: what `request` has returned.
+            answers: requested rows of each owner: float32 [n, dim] each.
+            wanted: as for `request`.
+            trains: whether rows take gradients.
+        """
+        rows = self._weight.new_empty(len(request.ids), self.module.dim)
+        rows[request.by_owner] = torch.cat(list(answers))
+        return [
+            Fetched(some, rows[torch.searchsorted(request.ids, some)].requires_grad_(trains))
+            for some in wanted
+        ]
+
+    def add(self, fetched: Fetched | None) -> None:
+        """Take the gradients of the next microbatch; None if it looked nothing up."""
+        gradient = fetched.rows.grad if fetched is not None else None
+        if fetched is None or gradient is None:
+            self._fold.add(nothing(self.module.dim, self._weight))
+        else:
+            self._fold.add(RowSum(fetched.ids, gradient))
+
+    def gradients(self, rank: int) -> list[list[RowSum]]:
+        """For each rank, what it receives of each of this rank's nodes.
+
+        Args:
+            rank: rank of this process.
+        """
+        size, nodes = self._layout.size, self._fold.sums
+        owners = [self._layout.owner(node.ids) for node in nodes]
+        # All ranks have the rows of the same neighbours.
+        shifts = rank - torch.tensor([p.owner for p in self.parts], device=self._weight.device)
+        stepped = [(to - shifts) % size for to in range(size)]
+        return [
+            [node.of(torch.isin(own, theirs)) for node, own in zip(nodes, owners, strict=True)]
+            for theirs in stepped
+        ]
+
+    def sum_up(self, sums: Sequence[RowSum], nodes: Sequence[Node]) -> None:
+        """Sum the gradients of the rows that this rank steps.
+
+        Args:
+            sums: sums of these rows in each node of all ranks.
+            nodes: these nodes.
+        """
+        ordered = sorted(zip(nodes, sums, strict=True), key=lambda pair: pair[0].first)
+        in_order = [node for node, _ in ordered]
+        whole = total([each for _, each in ordered], in_order, self._num_microbatches)
+        owners = self._layout.owner(whole.ids)
+        self._sums = [whole.of(owners == part.owner) for part in self.parts]
+
+    def summed(self) -> Tensor:
+        """The summed gradients of the rows that this rank owns: [n, columns]."""
+        assert self._sums is not None, "reduce comes first"
+        return self._sums[0].rows
+
+    def norms(self) -> Tensor:
+        """The norms of `summed`: float64 [n]."""
+        return row_norms(self.summed()).double().cpu()
+
+    def apply(self, unit: float, lr: float) -> None:
+        """Step the rows that have a gradient, once; not a collective.
+
+        Args:
+            unit: factor of the summed gradients.
+            lr: learning rate of this step.
+        """
+        if self._sums is None:
+            return
+        for part, gradients in zip(self.parts, self._sums, strict=True):
+            part.step(self.module, RowSum(gradients.ids, gradients.rows * unit), lr)
+        self._sums = None
+
+    def skip(self) -> None:
+        """Step nothing."""
+        self._sums = None
+
+
+class RowRequest(NamedTuple):
+    """Rows that this rank requests from their owners.
+
+    Attributes:
+        ids: their numbers, ascending, each once: int64 [n].
+        by_owner: their places in `ids`, those of rank 0 first: int64 [n].
+        of_owners: the rows of each owner, ascending: int64 [any] each.
+    """
+
+    ids: Tensor
+    by_owner: Tensor
+    of_owners: list[Tensor]
 
 
 class Part:
@@ -88,8 +180,8 @@ class Part:
 
     Attributes:
         layout: how the table's rows are distributed.
-        owner: whose they are.
-        fields: of each row, by name: float32 [rows of memory, width].
+        owner: the rank that owns them.
+        fields: fields of all rows, by name: float32 [rows of memory, width].
     """
 
     def __init__(self, layout: RowLayout, owner: int, fields: dict[str, Tensor]) -> None:
@@ -113,19 +205,15 @@ class Part:
     ) -> Part:
         """An owner's rows as they are before the first step."""
         part = cls.empty(table, layout, owner, device)
-        if table.std:  # else zeros, whose memory need not be there before it is used
+        if table.std:  # else zeros, whose memory is allocated when it is first used
             groups = torch.tensor(layout.groups(owner), dtype=torch.int64)
             for place, chosen in enumerate(torch.split(groups, _STARTED_AT_ONCE)):
                 first = place * _STARTED_AT_ONCE * ROWS
                 part.fields[WEIGHT][first : first + len(chosen) * ROWS] = table.start(chosen)
             if owner == (layout.num_groups - 1) % layout.size:
-                # As they are in a part that was loaded: digests go over whole groups.
+                # As in a part that was loaded, since digests cover whole groups.
                 part.fields[WEIGHT][num_of_last(layout) :] = 0.0
         return part
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """Copies of rows of this owner: float32 [n, dim]."""
-        return self.fields[WEIGHT][self.layout.local(ids)]
 
     def step(self, table: SparseEmbedding, gradients: RowSum, lr: float) -> None:
         """Step the rows that have a gradient."""
@@ -144,7 +232,7 @@ class Part:
     def digest(self) -> int:
         """The sum of the digests of all groups of rows.
 
-        So the digests of all owners' parts add up to the same number, whoever they are.
+        So the sum over all owners does not depend on how rows are distributed.
         """
         groups = self.layout.groups(self.owner)
         count = len(groups)
@@ -162,144 +250,53 @@ class Part:
         return total % 2**256
 
 
-class Asked(NamedTuple):
-    """Rows that this rank has asked their owners for.
+def num_of_last(layout: RowLayout) -> int:
+    """The number of rows that the owner of the last group has of the table."""
+    return (layout.num_groups - 1) // layout.size * ROWS + (layout.num_rows - 1) % ROWS + 1
 
-    Attributes:
-        ids: their numbers, ascending, each once: int64 [n].
-        by_owner: their places in `ids`, those of rank 0 first: int64 [n].
-        parcels: the rows of each owner, ascending: int64 [any] each.
+
+def check_row_optimizer(name: str, table: SparseEmbedding) -> None:
+    """Refuse an optimizer whose steps depend on more than a row, its gradient and its state.
+
+    Args:
+        name: of the table.
+        table: table with the optimizer.
+
+    Raises:
+        TaskError: it cannot step rows, or not each row by itself.
     """
+    where = f"the optimizer of table {name} ({type(table.optimizer).__name__})"
+    generator = torch.Generator().manual_seed(0)
+    rows, *gradients = torch.randn(1 + _NUM_STEPS, _NUM_ROWS, table.dim, generator=generator)
+    chosen = torch.tensor(_CHOSEN)
+    try:
+        whole = _stepped(table, rows, gradients)
+        again = _stepped(table, rows, gradients)
+        alone = _stepped(table, rows[chosen], [g[chosen] for g in gradients])
+    except Exception as error:
+        raise TaskError(f"{where}: cannot step rows: {type(error).__name__}: {error}") from None
+    for field, values in whole.items():
+        if not bool(values.isfinite().all()):
+            raise TaskError(f"{where}: makes {field} NaN or infinite from numbers that are not")
+        if not torch.equal(values, again[field]):
+            raise TaskError(
+                f"{where}: made other rows when it stepped the same again: it draws random "
+                "numbers, or has state beside `state`, whose names `widths` gives"
+            )
+        if not torch.equal(values[chosen], alone[field]):
+            raise TaskError(
+                f"{where}: steps a row differently when others are stepped beside it; each rank "
+                "steps other rows, so compute each row from itself alone"
+            )
 
-    ids: Tensor
-    by_owner: Tensor
-    parcels: list[Tensor]
 
-
-class DistributedTable:
-    """A table, as far as this rank has to do with it.
-
-    Attributes:
-        name: of the module.
-        table: the module.
-        parts: rows of this rank, and those of the rank before it if it is that one's buddy.
-    """
-
-    def __init__(self, name: str, table: SparseEmbedding, num_microbatches: int) -> None:
-        self.name, self.table = name, table
-        self.parts: list[Part] = []
-        self._num_microbatches = num_microbatches
-        self._sums: list[RowSum] | None = None
-
-    def begin(self, microbatches: Assigned) -> None:
-        """Forget another step's gradients, or those of another try of this one."""
-        self._fold = RowFold(microbatches, self._num_microbatches)
-        self._sums = None
-
-    @property
-    def _layout(self) -> RowLayout:
-        return self.parts[0].layout
-
-    @property
-    def _weight(self) -> Tensor:
-        return self.parts[0].fields[WEIGHT]
-
-    def ask(self, wanted: Sequence[Tensor]) -> Asked:
-        """The rows that are wanted of each owner.
-
-        Args:
-            wanted: rows that are looked up together, ascending: int64 [n] each.
-        """
-        none = torch.empty(0, dtype=torch.int64, device=self._weight.device)
-        ids = torch.unique(torch.cat([none, *wanted]))
-        owners = self._layout.owner(ids)
-        by_owner = torch.argsort(owners, stable=True)
-        counts = torch.bincount(owners, minlength=self._layout.size)
-        return Asked(ids, by_owner, list(torch.split(ids[by_owner], counts.tolist())))
-
-    def answer(self, ids: Tensor) -> Tensor:
-        """Copies of rows that this rank owns: float32 [n, dim]."""
-        return self.parts[0].rows(ids)
-
-    def take(
-        self, asked: Asked, answers: Sequence[Tensor], wanted: Sequence[Tensor], trains: bool
-    ) -> list[Fetched]:
-        """What has been wanted, from the answers of all owners.
-
-        Args:
-            asked: what `ask` has returned.
-            answers: rows of each owner that were asked for: float32 [n, dim] each.
-            wanted: as for `ask`.
-            trains: whether rows take gradients.
-        """
-        rows = self._weight.new_empty(len(asked.ids), self.table.dim)
-        rows[asked.by_owner] = torch.cat(list(answers))
-        return [
-            Fetched(some, rows[torch.searchsorted(asked.ids, some)].requires_grad_(trains))
-            for some in wanted
-        ]
-
-    def add(self, fetched: Fetched | None) -> None:
-        """Take the gradients of the next microbatch; None if it looked nothing up."""
-        gradient = fetched.rows.grad if fetched is not None else None
-        if fetched is None or gradient is None:
-            self._fold.add(nothing(self.table.dim, self._weight))
-        else:
-            self._fold.add(RowSum(fetched.ids, gradient))
-
-    def gradients(self, rank: int) -> list[list[RowSum]]:
-        """For each rank, what it is to get of each of this rank's nodes.
-
-        Args:
-            rank: rank of this process.
-        """
-        size, nodes = self._layout.size, self._fold.sums
-        owners = [self._layout.owner(node.ids) for node in nodes]
-        behind = [(rank - part.owner) % size for part in self.parts]
-        whose = [
-            torch.tensor([(to - shift) % size for shift in behind], device=self._weight.device)
-            for to in range(size)
-        ]
-        return [
-            [node.of(torch.isin(own, held)) for node, own in zip(nodes, owners, strict=True)]
-            for held in whose
-        ]
-
-    def sum_up(self, sums: Sequence[RowSum], nodes: Sequence[Node]) -> None:
-        """Sum the gradients of the rows that this rank steps.
-
-        Args:
-            sums: what all ranks have of these rows in each of their nodes.
-            nodes: these nodes.
-        """
-        ordered = sorted(zip(nodes, sums, strict=True), key=lambda pair: pair[0].first)
-        in_order = [node for node, _ in ordered]
-        whole = total([each for _, each in ordered], in_order, self._num_microbatches)
-        owners = self._layout.owner(whole.ids)
-        self._sums = [whole.of(owners == part.owner) for part in self.parts]
-
-    def summed(self) -> Tensor:
-        """The summed gradients of the rows that this rank owns: [n, columns]."""
-        assert self._sums is not None, "reduce comes first"
-        return self._sums[0].rows
-
-    def norms(self) -> Tensor:
-        """The norms of `summed`: float64 [n]."""
-        return row_norms(self.summed()).double().cpu()
-
-    def apply(self, unit: float, lr: float) -> None:
-        """Step the rows that have a gradient, once; talks to nobody.
-
-        Args:
-            unit: what summed gradients are multiplied with.
-            lr: learning rate of this step.
-        """
-        if self._sums is None:
-            return
-        for part, gradients in zip(self.parts, self._sums, strict=True):
-            part.step(self.table, RowSum(gradients.ids, gradients.rows * unit), lr)
-        self._sums = None
-
-    def skip(self) -> None:
-        """Step nothing."""
-        self._sums = None
+def _stepped(
+    table: SparseEmbedding, rows: Tensor, gradients: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """All fields of some rows after a few steps."""
+    fields = {name: torch.zeros(len(rows), width) for name, width in widths(table).items()}
+    fields[WEIGHT] = rows.clone()
+    state = {name: field for name, field in fields.items() if name != WEIGHT}
+    for gradient in gradients:
+        table.optimizer.step(fields[WEIGHT], state, gradient.clone(), _LR)
+    return fields

@@ -1,12 +1,12 @@
-"""What a user writes, and what the engine makes of it: a task, its losses, its config."""
+"""The task that a user writes, its losses, and tasks with other configs."""
 
 from lockstep.engine.task.rebuilt import (
     data_buffers,
     is_part_of,
     is_scratch,
-    made_anew,
-    observed,
+    rebuilt,
     with_config,
+    with_watched_config,
 )
 from lockstep.engine.task.task import Loss, Number, Phase, Task, has_carry, has_lookups, own_collate
 
@@ -20,8 +20,8 @@ __all__ = [
     "has_lookups",
     "is_part_of",
     "is_scratch",
-    "made_anew",
-    "observed",
     "own_collate",
+    "rebuilt",
     "with_config",
+    "with_watched_config",
 ]

@@ -1,4 +1,4 @@
-"""What a user writes: a model, its data and its loss. Nothing in it mentions ranks."""
+"""The task, which a user writes: a model, its data and its loss. Nothing in it mentions ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Loss:
         metrics: Mapping[str, tuple[Number, Number]] | None = None,
         updates: Mapping[str, Any] | None = None,
     ) -> Loss:
-        """A loss from one that is a mean already, as torch's loss functions return by default.
+        """A loss from a mean, which torch's loss functions return by default.
 
         Args:
             loss: mean loss of the batch, a scalar tensor with a gradient.
@@ -66,12 +66,12 @@ class Loss:
 
 @dataclass(frozen=True)
 class Phase:
-    """One of several kinds of optimizer step that a task has in turn (a GAN's, for example).
+    """One of several kinds of optimizer step that alternate, as in a GAN.
 
     Attributes:
         name: its name; an identifier.
         loss: as `Task.loss`, a function of the model and a batch, and of the carry if there is one.
-        steps: number of optimizer steps that it has, before the next phase's turn.
+        steps: number of its optimizer steps, before the next phase begins.
     """
 
     name: str
@@ -88,8 +88,8 @@ class Task(ABC):
     Attributes:
         Config: the config class, for tasks with keys of their own; declare `config: MyConfig` too,
             so that type checkers know their types.
-        config: the config this task was made with. A run whose command overrides keys makes the
-            task anew.
+        config: the config this task was made with. A run whose command overrides keys makes a
+            new task.
         scratch: paths of values that batches may change since no result depends on them, such as
             timers: `scratch = ("task.calls",)`; a path includes what lies below it. All others must
             stay as they are between steps.
@@ -138,11 +138,11 @@ class Task(ABC):
         raise TaskError(f"{type(self).__name__}.loss: is missing; write it, or `evaluate` too")
 
     def carry(self, model: Any, batch: Any) -> Any:
-        """What a microbatch carries into its first step, and `loss` returns anew for the next one.
+        """What a microbatch carries into its first step; `loss` returns it for the next step.
 
-        For models that go on where the step before has ended: truncated backpropagation through
-        time, memories, adaptive computation. It belongs to the place in the global batch, not to
-        the samples: those of microbatch 3 get what microbatch 3 of the step before has returned.
+        For models that continue from the step before: truncated backpropagation through time,
+        memories, adaptive computation. It belongs to the position in the global batch, not to the
+        samples: microbatch 3 gets what microbatch 3 of the step before has returned.
         It is kept without its graph, moves with the microbatch when ranks change, is in
         checkpoints, and is the same on any number of ranks. Gradients do not go through it.
 
@@ -161,7 +161,7 @@ class Task(ABC):
 
         In a task with a `carry`: `lookups(batch, carry)`. Needed where the model has such tables:
         their rows are with their owners, and come before the forward pass. Rows that are named are
-        stepped, also if the loss makes nothing of them.
+        stepped, even if the loss does not use them.
 
         Returns:
             For each table, by the name of its module in the model ("users", "towers.items"), the
@@ -172,7 +172,7 @@ class Task(ABC):
     def phases(self) -> Sequence[Phase]:
         """Kinds of optimizer steps that follow one another, each with a loss of its own.
 
-        They take turns: `[Phase("critic", self.critic_loss, steps=5), Phase("generator",
+        They alternate: `[Phase("critic", self.critic_loss, steps=5), Phase("generator",
         self.generator_loss)]` makes five steps of the critic, then one of the generator, and so on.
         Every one is an optimizer step with a batch of its own, and counts as a step in `steps`, the
         schedule and checkpoints. `build_optimizer` then returns an optimizer for each phase, by its
@@ -230,7 +230,7 @@ class Task(ABC):
         return None
 
     def data_digest(self) -> str | None:
-        """What tells all samples of all splits apart from others, such as a SHA-256 of them.
+        """A digest of all samples of all splits, such as their SHA-256.
 
         Checkpoints keep it: a run does not go on with other data, and an evaluation on other data
         says so. None, the default, compares the first microbatch only.
@@ -238,7 +238,7 @@ class Task(ABC):
         return None
 
     def data_remarks(self) -> Sequence[str]:
-        """What was found in the data that people should know, such as values that were mended.
+        """Remarks about the data that users should know, such as values that were corrected.
 
         Each is a warning at the start of a run, and a line of an evaluation.
         """

@@ -1,1 +1,1 @@
-"""What is computed before training, to find what would come out otherwise on other ranks."""
+"""Computations before training that find results which would differ between ranks."""

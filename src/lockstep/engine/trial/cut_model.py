@@ -1,7 +1,7 @@
-"""Whether a model in shards computes what the whole model does, and reads only what it may.
+"""Whether a model in shards computes what the whole model does, and reads only shards it may read.
 
-A penalty on weights, say, would be another number on each rank. What layers compute is not: they
-read the shards that their region says.
+A penalty on weights, say, would be another number on each rank. Layers are not affected: they read
+the shards of their region.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from lockstep.config import TrainConfig
 from lockstep.data.loader import BatchSource
 from lockstep.engine.evaluation.batches import is_validation
-from lockstep.engine.evaluation.evaluation import Evaluation
+from lockstep.engine.evaluation.evaluation import Evaluation, eval_mode
 from lockstep.engine.passes.buffers import KeptBuffers
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.task import Loss, Task
@@ -29,8 +30,13 @@ from lockstep.parallel.shard_axis import ShardAxis
 
 _TOLERANCE: Mapping[str, float] = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
 """Relative difference that rounding may make, by `precision.dtype`."""
+
+_READ_TOLERANCE = 1e-3
+"""Relative difference that is no rounding, even on a GPU."""
+
 _FEW = 0.05
 """Part of a metric's weight by which it may differ: a rounding may flip what is counted."""
+
 _MAY_NEED_ALL = frozenset(
     {
         "amax", "amin", "argmax", "argmin", "batch_norm", "cumprod", "cumsum", "group_norm",
@@ -39,7 +45,10 @@ _MAY_NEED_ALL = frozenset(
         "var", "var_mean", "vector_norm",
     }
 )  # fmt: skip
-"""Functions that mix features if they are called along them."""
+"""Functions that mix features if they are called along the features' dim."""
+
+Values = Callable[[], Mapping[str, float]]
+"""Computes loss and metrics by name."""
 
 
 def check_cut_model(
@@ -51,14 +60,14 @@ def check_cut_model(
     evaluations: Mapping[str, Evaluation],
     device: torch.device,
 ) -> None:
-    """Compare the first microbatch in evaluation mode: loss, metrics, gradients; talks to nobody.
+    """Compare the first microbatch in evaluation mode: loss, metrics, gradients; not a collective.
 
-    What needs all features at once, such as a softmax over them, is wrong in a region in which each
-    shard is computed by itself, and nothing else would notice.
+    An operation that needs all features at once, such as a softmax over them, is wrong in a region
+    in which each shard is computed by itself, and no other check would notice.
 
     Args:
         whole: the model before it was cut.
-        model: model in shards, all of which this process has.
+        model: model in shards, with all of its shards.
         compute: loss of the task, of `model`.
         config: config of the run.
         loader: loader of the training samples.
@@ -83,7 +92,7 @@ def check_cut_model(
 def _noted(
     model: nn.Module, compute: Compute, loader: BatchSource
 ) -> tuple[Mapping[str, tuple[float, float]], Mapping[str, str]]:
-    """`_values` of a model in shards, and where it calls functions on features in shards."""
+    """`_values` of a model in shards, and where it calls which functions on features in shards."""
     region = region_of(model)
     assert region is not None, "the model is not cut"
     calls: dict[str, str] = {}
@@ -92,6 +101,17 @@ def _noted(
         return _values(model, compute, loader), calls
     finally:
         region.calls = None
+
+
+def _values(
+    model: nn.Module, compute: Compute, loader: BatchSource
+) -> dict[str, tuple[float, float]]:
+    """Sum and weight of loss and metrics of the first microbatch, whose gradients are left."""
+    with eval_mode(model):
+        loss = compute.forward(0, 0, loader.microbatch(0, 0))
+        model.zero_grad(set_to_none=True)
+        loss.sum.backward()  # type: ignore[no-untyped-call]
+    return _numbers(loss)
 
 
 def _check_values(
@@ -113,7 +133,7 @@ def _check_values(
 
 
 def _why(calls: Mapping[str, str]) -> str:
-    """What may be wrong.
+    """Likely causes of a difference.
 
     Args:
         calls: where functions were called on features in shards, by their names.
@@ -127,7 +147,7 @@ def _why(calls: Mapping[str, str]) -> str:
 
 
 def _check_gradients(whole: nn.Module, model: nn.Module, config: TrainConfig, why: str) -> None:
-    """Compare the gradients that `_values` has left, and let go of them."""
+    """Compare the gradients that `_values` has left, and free them."""
     tolerance = _TOLERANCE[config.precision.dtype]
     shards = shards_of(model)
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
@@ -142,7 +162,7 @@ def _check_gradients(whole: nn.Module, model: nn.Module, config: TrainConfig, wh
     largest = max((float(g.norm()) for g in expected.values()), default=0.0)
     for name, gradient in expected.items():
         gap = float((found[name] - gradient).norm())
-        # A gradient that cancels out has the rounding of those that do not.
+        # A gradient that cancels out has the rounding errors of those that do not.
         if gap > 10 * tolerance * (float(gradient.norm()) + 0.01 * largest):
             raise TaskError(
                 f"num_shards={config.num_shards}: the gradient of {name} in the first microbatch "
@@ -151,29 +171,44 @@ def _check_gradients(whole: nn.Module, model: nn.Module, config: TrainConfig, wh
             )
 
 
-def _values(
-    model: nn.Module, compute: Compute, loader: BatchSource
-) -> dict[str, tuple[float, float]]:
-    model.eval()
+def check_parameter_reads(
+    model: nn.Module,
+    compute: Compute,
+    loader: BatchSource,
+    evaluations: Mapping[str, Evaluation],
+) -> None:
+    """Compute the first microbatch with and without the shards of other ranks; not a collective.
+
+    Args:
+        model: model in shards, with all of its shards.
+        compute: loss of the task, of `model`.
+        loader: loader of the training samples.
+        evaluations: evaluations by split.
+
+    Raises:
+        TaskError: a loss, a metric or an evaluation depends on shards that no layer computes.
+    """
+    tried: dict[str, Values] = {}
+    for step in compute.phases.first_steps:
+        phase = compute.phases.at(step).name
+        where = f"{phase}: the loss" if phase else "loss"
+        tried[where] = partial(_loss, model, compute, loader, step)
+    if type(compute.task).evaluate is not Task.evaluate:
+        for name, evaluation in evaluations.items():
+            if is_validation(name):
+                tried["evaluate"] = partial(evaluation.first_batch, model, compute)
+    usual = region_of(model)
+    assert usual is not None, "the model is not cut"
+    compute_in(model, Region(_FirstShard(usual.axis.num_shards)))
     try:
-        loss: Loss = compute.forward(0, 0, loader.microbatch(0, 0))
-        model.zero_grad(set_to_none=True)
-        loss.sum.backward()  # type: ignore[no-untyped-call]
+        for where, values in tried.items():
+            _check(model, where, values)
     finally:
-        model.train()
-    pairs = {"loss": (loss.sum, loss.weight), **loss.metrics}
-    return {name: (number(total), number(weight)) for name, (total, weight) in pairs.items()}
-
-
-Values = Callable[[], Mapping[str, float]]
-"""Computes loss and metrics by name."""
-
-_READ_TOLERANCE = 1e-3
-"""Relative difference that is no rounding, even on a GPU."""
+        compute_in(model, usual)
 
 
 class _FirstShard(ShardAxis):
-    """An axis on which all shards are as the first one, which is all that is computed."""
+    """An axis on which all shards equal the first one, the only one that is computed."""
 
     def __init__(self, num_shards: int) -> None:
         super().__init__(num_shards)
@@ -189,45 +224,26 @@ class _FirstShard(ShardAxis):
         return [parts[0]] * self.num_shards
 
 
-def check_parameter_reads(
-    model: nn.Module,
-    compute: Compute,
-    loader: BatchSource,
-    evaluations: Mapping[str, Evaluation],
-) -> None:
-    """Compute the first microbatch with and without the shards of others; talks to nobody.
+def _loss(model: nn.Module, compute: Compute, loader: BatchSource, step: int) -> dict[str, float]:
+    with eval_mode(model):
+        loss = compute.forward(step, 0, loader.microbatch(step, 0))
+    return {name: total for name, (total, _) in _numbers(loss).items()}
 
-    Args:
-        model: model in shards, all of which this process has.
-        compute: loss of the task, of `model`.
-        loader: loader of the training samples.
-        evaluations: evaluations by split.
 
-    Raises:
-        TaskError: a loss, a metric or an evaluation depends on shards that no layer computes.
-    """
-    tried: dict[str, Values] = {}
-    for step in compute.phases.first_steps:
-        phase = compute.phases.at(step).name
-        tried[f"{phase}: the loss" if phase else "loss"] = _loss(model, compute, loader, step)
-    if type(compute.task).evaluate is not Task.evaluate:
-        for name, evaluation in evaluations.items():
-            if is_validation(name):
-                tried["evaluate"] = _evaluation(model, compute, evaluation)
-    usual = region_of(model)
-    assert usual is not None, "the model is not cut"
-    compute_in(model, Region(_FirstShard(usual.axis.num_shards)))
-    try:
-        for where, values in tried.items():
-            _check(model, where, values)
-    finally:
-        compute_in(model, usual)
+def _numbers(loss: Loss) -> dict[str, tuple[float, float]]:
+    pairs = {"loss": (loss.sum, loss.weight), **loss.metrics}
+    return {name: (number(total), number(weight)) for name, (total, weight) in pairs.items()}
+
+
+def number(value: Tensor | float) -> float:
+    """A sum or a weight of a loss or a metric as a number."""
+    return float(value.detach() if isinstance(value, Tensor) else value)
 
 
 def _check(model: nn.Module, where: str, values: Values) -> None:
     try:
         with_all = values()
-    except Exception:  # it is not the task's fault: this is not its model
+    except Exception:  # not an error of the task: this is not its model
         return
     wholes = list(dict.fromkeys(shard.whole for shard in shards_of(model).values()))
     if not _depends(model, wholes, values, with_all):
@@ -244,7 +260,7 @@ def _check(model: nn.Module, where: str, values: Values) -> None:
 def _depends(
     model: nn.Module, wholes: Collection[str], values: Values, with_all: Mapping[str, float]
 ) -> bool:
-    """Whether values change when all shards but the first of some parameters are let go."""
+    """Whether values change when all shards but the first of some parameters are released."""
     try:
         with _without_others(model, wholes):
             without = values()
@@ -275,25 +291,3 @@ def _without_others(model: nn.Module, wholes: Collection[str]) -> Iterator[None]
     finally:
         for parameter, data in kept:
             parameter.data = data
-
-
-def _loss(model: nn.Module, compute: Compute, loader: BatchSource, step: int) -> Values:
-    def values() -> dict[str, float]:
-        model.eval()
-        try:
-            loss = compute.forward(step, 0, loader.microbatch(step, 0))
-        finally:
-            model.train()
-        pairs = {"loss": (loss.sum, loss.weight), **loss.metrics}
-        return {name: number(total) for name, (total, _) in pairs.items()}
-
-    return values
-
-
-def _evaluation(model: nn.Module, compute: Compute, evaluation: Evaluation) -> Values:
-    return lambda: evaluation.first_batch(model, compute)
-
-
-def number(value: Tensor | float) -> float:
-    """A sum or a weight of a loss or a metric as a number."""
-    return float(value.detach() if isinstance(value, Tensor) else value)

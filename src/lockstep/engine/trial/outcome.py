@@ -1,7 +1,7 @@
-"""What a pass of the trial has come to, and passes with parameters that are there for a while.
+"""Results of the trial's passes, and a rehearsal of passes with parameters of one block at a time.
 
-What else reads them (a loss that penalises a weight, a block that returns one, a view that was
-kept) would find other numbers, or memory that is gone, once parameters are in slices.
+Once parameters are in slices, other code that reads them (a loss that penalises a weight, a block
+that returns one, a view that was kept) would find other numbers, or freed memory.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _WHY = (
 
 
 class Outcome(NamedTuple):
-    """One pass: everything that must be the same the next time."""
+    """The result of a pass: everything that must be the same the next time."""
 
     batch: str
     drawn: list[object]
     values: dict[str, Any]
     gradients: dict[str, int | None]
-    """Checksums by the parameter's name; None for those that are absent, or on a GPU, where sums
-    may come in any order."""
+    """Checksums by the parameter's name; None for those that are absent, or on a GPU, where the
+    order of sums is not fixed."""
     changed: list[str]
     carry: str
     """SHA-256 of what the microbatch carries to the next step; empty if it carries nothing."""
@@ -56,7 +56,7 @@ class Outcome(NamedTuple):
 
 
 def check_equal(first: Outcome, second: Outcome) -> None:
-    """Refuse a task of which the same microbatch does not come to the same.
+    """Refuse a task that gives other results for the same microbatch.
 
     Raises:
         TaskError: naming what differs.
@@ -89,12 +89,12 @@ def check_equal(first: Outcome, second: Outcome) -> None:
 
 
 def another_batch(split: str) -> str:
-    """What to say of a split that gives other samples the second time."""
+    """The error message about a split that gives other samples the second time."""
     return f"dataset({split!r}): gave another batch when the same was fetched again, {_WHY}"
 
 
 def check_evaluated(split: str, first: Mapping[str, Any], again: Mapping[str, Any]) -> None:
-    """Refuse a task of which the same batch does not evaluate to the same.
+    """Refuse a task whose evaluation of the same batch gives other metrics.
 
     Args:
         split: name of the split.
@@ -116,7 +116,7 @@ def _check_drawn(first: Outcome, second: Outcome) -> None:
     """Refuse a dataset or loss that draws another number of random values the second time.
 
     Raises:
-        TaskError: naming which of the two does.
+        TaskError: naming the one that does.
     """
     for one, two, what in zip(
         first.drawn, second.drawn, ("dataset('train')", "Task.loss"), strict=True
@@ -125,15 +125,15 @@ def _check_drawn(first: Outcome, second: Outcome) -> None:
             raise TaskError(
                 f"{what}: drew other random numbers when the same was computed again; a random "
                 "value is kept, and what it is depends on which microbatch came first. Keep "
-                "what was read, and draw anew each time"
+                "what was read, and draw again each time"
             )
 
 
 def check_rehearsed(where: str, expected: Outcome, now: Outcome) -> None:
-    """Refuse a task that needs parameters of blocks which are not being computed.
+    """Refuse a task that reads parameters of other blocks than the one that is computed.
 
     Args:
-        where: what the message calls the loss.
+        where: name of the loss in the message.
         expected: outcome with all parameters.
         now: outcome with those of the present block only.
 
@@ -149,9 +149,9 @@ def check_rehearsed(where: str, expected: Outcome, now: Outcome) -> None:
 
 
 def read_on_other_rank(what: str) -> str:
-    """What to say of something that comes out otherwise in a rehearsal."""
+    """The error message about a result that differs in a rehearsal."""
     return (
-        f"{what} comes out otherwise when the parameters of each block are there only while it is "
+        f"{what} differs when the parameters of each block are in memory only while it is "
         "computed (sharding=parameters), so something else reads them: a loss or metric by itself, "
         "a block that returns a parameter or a view of one, or keeps one, or gradients that the "
         "loss computes. Compute with what the model gives, or set sharding=gradients"
@@ -166,13 +166,13 @@ def _same(one: Any, two: Any) -> bool:
 
 
 class Rehearsal:
-    """Stands for the storage of a pipeline's blocks: fills what would be freed with NaN.
+    """Replaces the storage of a pipeline's blocks: fills with NaN what would be freed.
 
-    Views see that too, which share the memory. Gradients go when their block is left, for there is
-    no memory for all. Talks to nobody.
+    Views see that too, since they share the memory. Gradients are freed when their block is left,
+    for there is no memory for all. Not a collective.
 
     Attributes:
-        gradients: checksums of those that went in this pass, by the parameter's id.
+        gradients: checksums of those that were freed in this pass, by the parameter's id.
     """
 
     def __init__(self, model: Pipeline, flat: FlatTensors) -> None:
@@ -187,16 +187,17 @@ class Rehearsal:
         self._users: Counter[int] = Counter()
         self._next = -1
         self.gradients: dict[int, int] = {}
-        homes = {id(t): e.segment for t, e in zip(flat.tensors, flat.entries, strict=True)}
+        segments = {id(t): e.segment for t, e in zip(flat.tensors, flat.entries, strict=True)}
         self._needed = [
-            sorted({homes[id(p)] for p in block.parameters() if id(p) in homes}) for block in model
+            sorted({segments[id(p)] for p in block.parameters() if id(p) in segments})
+            for block in model
         ]
         uses = Counter(segment for needed in self._needed for segment in needed)
         self._of_one_block = {segment for segment, num in uses.items() if num == 1}
 
     @contextmanager
     def begun(self) -> Iterator[None]:
-        """Within it the model is computed so; after it all parameters are as they were."""
+        """Use it for the model within the block; restore all parameters after it."""
         self._model.storage, self._model.descend = self, self.descend
         self.end_pass()
         try:
@@ -207,7 +208,7 @@ class Rehearsal:
                 memory.copy_(kept)
 
     def end_pass(self) -> None:
-        """Free all."""
+        """Free all blocks."""
         self._users.clear()
         for memory in self._flat.flats:
             memory.fill_(float("nan"))
@@ -230,7 +231,7 @@ class Rehearsal:
         """Nothing to do: there are no other ranks."""
 
     def descend(self, block: int) -> None:
-        """Begin the backward pass of a block; that of those behind it is over."""
+        """Begin the backward pass of a block, when that of the next ones is over."""
         while self._next >= block:
             self._take_gradients(self._next + 1)
             self._drop(self._next + 1)
@@ -241,7 +242,7 @@ class Rehearsal:
         for segment in self._of_one_block.intersection(self._needed[block]):
             for tensor in self._flat.tensors_of(segment):
                 gradient = tensor.grad
-                # Of others the trial has no checksums to compare with.
+                # The trial has no checksums of other gradients to compare with.
                 if gradient is not None and gradient.is_cpu and gradient.layout == torch.strided:
                     self.gradients[id(tensor)] = checksum(gradient)
                     tensor.grad = None

@@ -1,9 +1,9 @@
-"""A microbatch computed several times before training, to find what would differ between ranks.
+"""Computing a microbatch several times before training, to find what would differ between ranks.
 
 A run is a pure function of config, data and seed only if a microbatch is: the same samples, random
 state, parameters and buffers must give the same gradient, whatever this process has computed
-before. So the first microbatch is fetched, passed forward and backward twice, once more after
-another one, and once more after an evaluation; and everything that can be seen is compared.
+before. So the first microbatch is fetched and computed twice, once more after another one, and once
+more after an evaluation; and everything visible is compared.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from lockstep.data.loader import BatchSource
 from lockstep.data.random import IdleGenerators, data_digest, global_state, seed_all
 from lockstep.engine.audit.hidden_state import (
+    Walk,
+    differing,
     has_memory,
-    held_generators,
     hidden_state,
     module_globals,
-    tensors_held,
 )
 from lockstep.engine.audit.hints import shards_explained
 from lockstep.engine.audit.pass_state import named, remedy
@@ -46,7 +46,7 @@ from lockstep.errors import TaskError
 
 
 class Trial:
-    """Computes the first microbatch again and again.
+    """Computes the first microbatch several times.
 
     Attributes:
         changed: names of the buffers that a forward pass changes.
@@ -57,7 +57,7 @@ class Trial:
     def __init__(
         self, model: nn.Module, flat: FlatTensors, compute: Compute, loader: BatchSource
     ) -> None:
-        """Compute it twice, and once more after another microbatch; talks to nobody.
+        """Compute it twice, and once more after another microbatch; not a collective.
 
         From then on, nothing may draw from random generators that were not drawn from here.
 
@@ -76,19 +76,19 @@ class Trial:
         self._compute = compute
         self._loader = loader
         self._end_pass: Callable[[], None] = _nothing
-        self._gone: dict[int, int] = {}
-        at_first = self._held()
+        self._freed: dict[int, int] = {}
+        at_first = self._state()
         self._first = self._run()
-        once = self._held()
+        once = self._state()
         again = self._run()
-        twice = self._held()
-        _check_held(once, twice, compute.task)
+        twice = self._state()
+        _check_unchanged(once, twice, compute.task)
         check_equal(self._first, again)
         others = [self._try_phase(step) for step in compute.phases.first_steps[1:]]
         self._by_step = dict(zip(compute.phases.first_steps, (self._first, *others), strict=True))
-        self._watch_generators(at_first, self._held() if others else twice)
+        self._watch_generators(at_first, self._state() if others else twice)
         self._check_after(lambda: self._pass(1))
-        self._check_left_over(self._held() if others else twice)
+        self._check_left_over(self._state() if others else twice)
         # A layer of batch norm that is used in later steps only would not be noticed here.
         always = batch_norm_buffers(model)
         changed = [name for one in (self._first, again, *others) for name in one.changed]
@@ -99,22 +99,22 @@ class Trial:
     def rehearse(
         self, rehearsal: Rehearsal, evaluations: Mapping[str, tuple[Evaluation, Mapping[str, Any]]]
     ) -> None:
-        """Compute all that was computed once more, with parameters that come and go.
+        """Compute everything once more, with the parameters of one block at a time.
 
         Args:
-            rehearsal: has them come and go.
-            evaluations: evaluations by split, and what their first batch gave.
+            rehearsal: provides the parameters of each block while it is computed.
+            evaluations: evaluations by split, and the metrics of their first batch.
 
         Raises:
-            TaskError: something comes out otherwise.
+            TaskError: a result differs.
         """
         with rehearsal.begun():
-            self._end_pass, self._gone = rehearsal.end_pass, rehearsal.gradients
+            self._end_pass, self._freed = rehearsal.end_pass, rehearsal.gradients
             for step, expected in self._by_step.items():
                 phase = self._compute.phases.at(step).name
                 where = f"Task.{phase}: the loss" if phase else "Task.loss"
                 check_rehearsed(where, expected, self._run(step))
-            self._end_pass, self._gone = _nothing, {}
+            self._end_pass, self._freed = _nothing, {}
             for split, (evaluation, expected_metrics) in evaluations.items():
                 now = evaluation.first_batch(self._model, self._compute)
                 for name, value in expected_metrics.items():
@@ -122,7 +122,7 @@ class Trial:
                         raise TaskError(read_on_other_rank(f"Task.evaluate: {name} of {split}"))
 
     def gradients(self) -> list[Tensor | None]:
-        """The gradients of the first microbatch, which is computed once more; talks to nobody."""
+        """The gradients of the first microbatch, which is computed once more; not a collective."""
         made: list[Tensor | None] = []
 
         def compute() -> None:
@@ -143,7 +143,7 @@ class Trial:
         Raises:
             TaskError: naming one.
         """
-        for path, tensor in tensors_held(self._roots()).items():
+        for path, tensor in Walk(self._roots()).tensors.items():
             if has_memory(tensor) and tensor.untyped_storage().data_ptr() in storages:
                 raise TaskError(
                     f"{path}: keeps a view of a parameter, whose memory moves with mesh.pp, "
@@ -152,7 +152,7 @@ class Trial:
                 )
 
     def evaluate(self, split: str, val: Evaluation) -> dict[str, object]:
-        """Evaluate a batch, and compute the microbatch once more; talks to nobody.
+        """Evaluate a batch, and compute the microbatch once more; not a collective.
 
         The batch is evaluated again after another one.
 
@@ -183,9 +183,9 @@ class Trial:
         check_equal(self._first, self._run())
 
     def _check_left_over(self, after_first: Mapping[str, str]) -> None:
-        """Refuse what one microbatch leaves to be read after the step: ranks have other last ones.
+        """Refuse state of the last microbatch that `after_step` reads: ranks have different ones.
 
-        `_check_after` has ended with the first microbatch, so another one is computed here.
+        `_check_after` has computed the first microbatch last, so another one is computed here.
         """
         task = self._compute.task
         read = attributes_read(type(task), "after_step")
@@ -193,7 +193,7 @@ class Trial:
             return
         changed_by(self._model, lambda: self._pass(1))
         self._clear_gradients()
-        for path, value in self._held().items():
+        for path, value in self._state().items():
             owner, _, name = path.partition("[")[0].rstrip("!").rpartition(".")
             differs = after_first.get(path) != value and owner.startswith(("task", "model"))
             if differs and name in read and not is_scratch(task, path):
@@ -204,7 +204,7 @@ class Trial:
                     "averaged over all microbatches"
                 )
 
-    def _held(self) -> dict[str, str]:
+    def _state(self) -> dict[str, str]:
         return hidden_state(self._roots())
 
     def _roots(self) -> dict[str, object]:
@@ -213,10 +213,10 @@ class Trial:
         return roots | module_globals(type(task))
 
     def _watch_generators(self, at_first: Mapping[str, str], now: Mapping[str, str]) -> None:
-        # One that was drawn from and yet is as it was is set by the task for each sample.
+        # The task seeds those for each sample that were drawn from and yet have not changed.
         idle = {
             path: generator
-            for path, generator in held_generators(self._roots()).items()
+            for path, generator in Walk(self._roots()).generators.items()
             if at_first.get(path) == now[path] and not is_scratch(self._compute.task, path)
         }
         self._loader.watched = self._compute.watched = IdleGenerators(idle)
@@ -224,9 +224,9 @@ class Trial:
     def _try_phase(self, step: int) -> Outcome:
         """Compute the first microbatch of another phase twice."""
         first = self._run(step)
-        before = self._held()
+        before = self._state()
         again = self._run(step)
-        _check_held(before, self._held(), self._compute.task)
+        _check_unchanged(before, self._state(), self._compute.task)
         check_equal(first, again)
         return first
 
@@ -234,7 +234,7 @@ class Trial:
         passed: list[tuple[str, Loss, list[object], str]] = []
         changed = changed_by(self._model, lambda: passed.append(self._pass(step)))
         digest, loss, drawn, carry = passed[0]
-        gradients = {name: self._gradient(name, tensor) for name, tensor in self._named}
+        gradients = {name: self._checksum(name, tensor) for name, tensor in self._named}
         rows = self._rows_digest()
         self._compute.lookups.fetch(None)
         self._clear_gradients()
@@ -253,21 +253,17 @@ class Trial:
             tensors |= {f"numbers of {name}": ids, name: gradient}
         return tensors_digest(tensors) if tensors else ""
 
-    def _gradient(self, name: str, tensor: Tensor) -> int | None:
-        """The checksum of a gradient, also of one that has gone when its block was left."""
-        gone = self._gone.pop(id(tensor), None)
-        return gone if tensor.grad is None else self._checksum(name, tensor.grad)
-
-    @staticmethod
-    def _checksum(name: str, gradient: Tensor) -> int | None:
+    def _checksum(self, name: str, tensor: Tensor) -> int | None:
+        """The checksum of a gradient, also of one that was freed when its block was left."""
+        gradient, freed = tensor.grad, self._freed.pop(id(tensor), None)
+        if gradient is None:
+            return freed
         if gradient.layout != torch.strided:
             raise TaskError(
                 f"parameter {name}: has a sparse gradient, which cannot be summed in order; "
                 "build its layer without `sparse=True`"
             )
-        if gradient.device.type != "cpu":
-            return None
-        return checksum(gradient)
+        return checksum(gradient) if gradient.device.type == "cpu" else None
 
     def _pass(self, step: int) -> tuple[str, Loss, list[object], str]:
         seed_all(0)  # a dataset of tensors is fetched without
@@ -279,7 +275,7 @@ class Trial:
         drawn.append(global_state())
         loss.sum.backward(inputs=self._compute.targets(step))  # type: ignore[no-untyped-call]
         self._end_pass()
-        carry = carries.made.get(0)
+        carry = carries.pending.get(0)
         return digest, loss, drawn, carry.digest if carry else ""
 
     def _clear_gradients(self) -> None:
@@ -291,13 +287,9 @@ def _nothing() -> None:
     pass
 
 
-def _check_held(before: Mapping[str, str], after: Mapping[str, str], task: Task) -> None:
-    moved = [
-        path.removesuffix("!")
-        for path in {**before, **after}
-        if before.get(path) != after.get(path)
-    ]
-    moved = [path for path in dict.fromkeys(moved) if not is_scratch(task, path)]
+def _check_unchanged(before: Mapping[str, str], after: Mapping[str, str], task: Task) -> None:
+    paths = dict.fromkeys(path.removesuffix("!") for path in differing(before, after))
+    moved = [path for path in paths if not is_scratch(task, path)]
     if moved:
         raise TaskError(
             f"{named(moved)}: is changed by every microbatch, so it depends on how many this rank "

@@ -37,7 +37,7 @@ from lockstep.engine.runtime import (
     on_first,
 )
 from lockstep.engine.step.sums import DIRECTORY_LOST
-from lockstep.engine.task import Task, observed
+from lockstep.engine.task import Task, with_watched_config
 from lockstep.errors import LockstepError, shortened
 from lockstep.launching.front.device import naming_kernels, on_device
 from lockstep.launching.front.prediction import predicted_for_all, predicted_for_joiner
@@ -75,7 +75,7 @@ def run(task: Task, config: TrainConfig, session: Session) -> Result:
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         config = settled(override(config, session.overrides), session.resumed)
-        task = observed(task, config)
+        task = with_watched_config(task, config)
         environment = detect(os.environ)
         # Ranks that Lockstep starts end with its launcher, which always reads their output.
         if environment.world_size > 1 and MARK not in os.environ:

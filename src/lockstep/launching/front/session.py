@@ -51,7 +51,7 @@ class Session:
 
     @property
     def resumed(self) -> Path | None:
-        """The run directory, if the run is gone on with where it is there."""
+        """The run directory, if the run is to be resumed."""
         return Path(self.run_dir) if self.resume and self.run_dir else None
 
     def to_env(self) -> dict[str, str]:

@@ -296,7 +296,7 @@ class SupervisedRank:
         place: rank, among those that were started first, whose local rank it takes.
         phase: `starting` while others train, `out` of any group, `waiting` for one, `in` one, or
             `lost`.
-        is_alive: whether the process has not ended, as far as the supervisor has noticed.
+        is_alive: whether the supervisor has not yet noticed its end.
         is_silent: whether it has closed its end of the socket.
         is_new: whether it has yet to be taken into a group by the ranks that were started first.
         takes_in: whether it waits for a group that may have joining ranks.

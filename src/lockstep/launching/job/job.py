@@ -73,7 +73,7 @@ class Job:
         ended: event that is set when all processes are gone.
         failure: reason why the ranks were ended before they had met, if they were.
         last: row of the last `Failed` or `Finished` event, if there was one.
-        stopped_by: first signal that asked for a stop, if there was one.
+        stopped_by: first signal that requested a stop, if there was one.
         met: whether all ranks have met each other.
     """
 

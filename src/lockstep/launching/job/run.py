@@ -101,7 +101,7 @@ class Outcome:
         stderr_tail: last lines written to standard error.
         last: row of the last `Failed` or `Finished` event, if there was one.
         log: path of the file with all of standard error.
-        stopped_by: first signal to this process that asked for a stop, if there was one.
+        stopped_by: first signal to this process that requested a stop, if there was one.
         met: whether all ranks had met each other.
     """
 

@@ -145,7 +145,7 @@ class BatchJob:
 
     Attributes:
         name: name of the job.
-        resources: resources that it asks for.
+        resources: resources that it requests.
         command: command that starts the ranks; `RUN_DIR` in it stands for the run directory.
         env: environment variables of the ranks; `RUN_DIR` in them stands for the run directory.
         threads: number of threads of each rank.

@@ -1,4 +1,4 @@
-"""Where runs differ: in their configs, curves and checkpoints, and in words."""
+"""Where runs differ: in their configs, curves and checkpoints; as data and as text."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint.listing import folders, step_of
 from lockstep.engine.passes.buffers import same_bits
 from lockstep.errors import CheckpointError
-from lockstep.observe import Measured, text
+from lockstep.observe import text
 from lockstep.observe.reading.history import History
 from lockstep.observe.reading.listing import Summary
+from lockstep.observe.step_costs import Measured
 
 
 def config_differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """The dotted keys whose values are not the same in all configs, with these values."""
+    """The dotted keys whose values differ between configs, with these values."""
     keys = dict.fromkeys(key for config in configs for key in config)
     found = {key: [config.get(key) for config in configs] for key in keys}
     return {key: values for key, values in found.items() if any(v != values[0] for v in values)}
 
 
 _ORDER = ("model.safetensors", "buffers.safetensors", "task.safetensors", "carry.safetensors")
-"""Files of a checkpoint in which a difference is looked for first."""
-_OF_RANKS = ("samples_per_s", "compute_efficiency")
+"""Files of a checkpoint that are compared first."""
+_OF_SPEED = ("samples_per_s", "compute_efficiency")
 """Curves that differ between any two runs."""
 
 
@@ -38,10 +39,10 @@ class CurveParting:
     """The first step at which two curves differ.
 
     Attributes:
-        name: of the curve.
-        step: at which both have a value.
-        values: what they are.
-        last_equal: the newest step before at which all curves agree; None if there is none.
+        name: name of the curve.
+        step: the step.
+        values: the values of both curves.
+        last_equal: the last step before it at which all curves agree; None if there is none.
     """
 
     name: str
@@ -55,15 +56,15 @@ class TensorParting:
     """The first tensor that differs in the first pair of checkpoints that do.
 
     Attributes:
-        step: of both checkpoints.
-        file: of the checkpoint that the tensor is in.
-        name: of the tensor.
-        count: how many of its elements differ; 0 if shape or dtype do.
-        size: how many elements it has.
-        place: index of the first of them.
-        values: what they are there, or what both tensors are if shape or dtype differ.
-        others: how many other tensors of that step differ.
-        last_equal: step of the newest pair of checkpoints before that are equal; None if there is
+        step: step of both checkpoints.
+        file: file of the checkpoint with the tensor.
+        name: name of the tensor.
+        count: number of its elements that differ; 0 if shape or dtype do.
+        size: number of its elements.
+        place: index of the first element that differs.
+        values: both values there, or both dtypes and shapes if these differ.
+        others: number of other tensors of that step that differ.
+        last_equal: step of the last pair of checkpoints before that are equal; None if there is
             none.
     """
 
@@ -83,10 +84,10 @@ class Partings:
     """Where two runs part.
 
     Attributes:
-        curves: where their curves do; None if they do not.
-        num_steps: how many steps have values that were compared.
-        tensors: where their checkpoints do; None if they do not.
-        num_checkpoints: how many pairs of checkpoints were compared.
+        curves: where their curves part; None if they do not.
+        num_steps: number of steps whose values were compared.
+        tensors: where their checkpoints part; None if they do not.
+        num_checkpoints: number of pairs of checkpoints that were compared.
     """
 
     curves: CurveParting | None
@@ -99,8 +100,8 @@ def partings(histories: tuple[History, History], runs: tuple[Path, Path]) -> Par
     """Where two runs part.
 
     Args:
-        histories: of both.
-        runs: their directories.
+        histories: events of both runs.
+        runs: their run directories.
 
     Raises:
         CheckpointError: a checkpoint is damaged.
@@ -110,15 +111,15 @@ def partings(histories: tuple[History, History], runs: tuple[Path, Path]) -> Par
 
 
 def part_of_curves(one: History, other: History) -> tuple[CurveParting | None, int]:
-    """Where curves that both runs have part for the first time.
+    """The first step at which a curve of both runs differs.
 
-    Speed is left out, and so are means over other steps, as those that were reported when one of
-    the runs was stopped. Values are compared to the bit; NaN equals NaN.
+    Speed is not compared, nor are means over different steps, such as those that a run reports when
+    it is stopped. Values are compared to the bit; NaN equals NaN.
 
     Returns:
-        Where they part, None if they do not; and how many steps have a value that was compared.
+        Where they part, None if they do not; and the number of steps that were compared.
     """
-    names = [n for n in one.curves if n in other.curves and n not in _OF_RANKS]
+    names = [n for n in one.curves if n in other.curves and n not in _OF_SPEED]
     partings: list[tuple[int, str, tuple[float, float]]] = []
     common: set[int] = set()
     for name in names:
@@ -143,11 +144,11 @@ def part_of_tensors(one: Path, other: Path) -> tuple[TensorParting | None, int]:
     """The first tensor that differs in the checkpoints of two runs.
 
     Args:
-        one: folder of the checkpoints of a run.
-        other: that of another run.
+        one: checkpoints folder of a run.
+        other: checkpoints folder of another run.
 
     Returns:
-        It, None if all are equal; and how many pairs of checkpoints were compared.
+        The tensor, None if all are equal; and the number of pairs of checkpoints compared.
 
     Raises:
         CheckpointError: a checkpoint is damaged.
@@ -172,17 +173,14 @@ def _part_of_step(one: Path, other: Path, last_equal: int | None) -> TensorParti
         if pair[0].get(file) == pair[1].get(file):
             continue
         for name, tensors in _pairs(one / file, other / file):
-            if _are_same(*tensors):
+            mine, theirs = tensors
+            if mine is not None and theirs is not None and same_bits(mine, theirs):
                 continue
             if first is None:
                 first = _described(step_of(one), file, name, tensors, last_equal)
             else:
                 others += 1
     return replace(first, others=others) if first is not None else None
-
-
-def _are_same(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is not None and other is not None and same_bits(one, other)
 
 
 def _pairs(one: Path, other: Path) -> Iterator[tuple[str, tuple[Tensor | None, Tensor | None]]]:
@@ -223,19 +221,19 @@ def _described(
 
 
 def letter(number: int) -> str:
-    """What a run is called in a comparison: A, B and so on."""
+    """The name of a run in a comparison: A, B and so on."""
     return chr(ord("A") + number) if number < 26 else f"run {number + 1}"
 
 
 def cost_of_run(summary: Summary, history: History) -> Measured:
-    """What the steps of a run cost: as its result says, else as its events tell by now."""
+    """What the steps of a run cost, by its result or else by its events so far."""
     return summary.cost or history.cost
 
 
 def costs_of_runs(costs: Sequence[Measured]) -> Iterator[list[str]]:
-    """Rows of a comparison: names, and for each run what its steps cost and what was predicted.
+    """Rows of a comparison: names, and for each run the cost of its steps and the prediction.
 
-    There are none where nothing is known of any run; a run of which nothing is known has "".
+    A run of which nothing is known has ""; if all are so, there are no rows.
     """
     measured = [text.brief(cost.measured.step_s) if cost.measured else "" for cost in costs]
     predicted = [
@@ -248,11 +246,11 @@ def costs_of_runs(costs: Sequence[Measured]) -> Iterator[list[str]]:
 
 
 def lines_of_partings(pair: str, found: Partings) -> Iterator[str]:
-    """Where two runs part.
+    """Where two runs part, as text.
 
     Args:
-        pair: what they are called.
-        found: where they do.
+        pair: names of the runs.
+        found: where they part.
     """
     curves, tensors = found.curves, found.tensors
     if curves is None:

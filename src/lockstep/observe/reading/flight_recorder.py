@@ -1,8 +1,8 @@
 """Calls of ranks in the format of PyTorch's Flight Recorder, for its analyser.
 
-The format is that of `torch.distributed.flight_recorder` (torch 2.13): for each rank a file with a
-pickled dict of plain values. The analyser looks for the first collective that not all ranks of a
-group have made alike. Lockstep itself never reads such a file.
+The format is that of `torch.distributed.flight_recorder` (torch 2.13): a file for each rank with a
+pickled dict of plain values. The analyser finds the first collective that the ranks of a group have
+not all made alike. Lockstep itself never reads such a file.
 """
 
 from __future__ import annotations
@@ -20,36 +20,28 @@ from lockstep.engine.flight import MOST_FILES, listed
 from lockstep.errors import ConfigError, DataError
 
 VERSION = "2.10"
-"""Of the format; the analyser takes apart newer and older ones by it."""
+"""Version of the format, by which the analyser chooses how to read it."""
 
 PREFIX = "rank_"
-"""What names of files begin with; the rank follows."""
+"""Prefix of the names of files; the rank follows."""
 
 NAMES = {
-    "all_gather": "_all_gather_base",
-    "all_to_all": "all_to_all",
-    "broadcast": "broadcast",
-    "barrier": "barrier",
-    "agree": "barrier",
-    "subgroup": "split",
-    "regroup": "barrier",
-    "send": "send",
-    "receive": "recv",
-}
+    "all_gather": "_all_gather_base", "all_to_all": "all_to_all", "broadcast": "broadcast",
+    "barrier": "barrier", "agree": "barrier", "regroup": "barrier", "subgroup": "split",
+    "send": "send", "receive": "recv",
+}  # fmt: skip
 """The analyser's names of calls, by Lockstep's."""
 
 _BACKEND = "gloo"
-"""The analyser knows backends of PyTorch only; so calls over MPI get this name too."""
-
-_WORLD = "all ranks"
+"""The analyser knows only PyTorch's backends, so calls over MPI get this name too."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """A process group of the analyser: ranks among which calls are counted.
+    """A process group of the analyser, whose calls are numbered.
 
-    Messages are counted for each sender and receiver, so each such pair is a group of two. All
-    ranks share one object of each group: comparing its ranks for each call would take long.
+    Messages are numbered for each sender and receiver, so each such pair is a group of two. All
+    ranks share one object of each group, since comparing its ranks for each call would be slow.
     """
 
     name: str
@@ -58,22 +50,22 @@ class _Group:
 
 
 _Groups = dict[tuple[str, int], _Group]
-"""Groups by name and first rank: subgroups that are made at once have one number."""
+"""Groups by name and first rank: subgroups that are made at the same time have one number."""
 
 
 def write_flight(logs: Mapping[int, CallLog], folder: Path) -> list[int]:
     """Write a file for each rank.
 
     Args:
-        logs: the newest calls, by slot; of groups of several sizes, those of the largest count.
-        folder: for the files; it is made.
+        logs: the newest calls, by slot; only those of the largest group are written.
+        folder: folder of the files, which is created.
 
     Returns:
-        Ranks of which nothing is known.
+        The ranks of which nothing is known.
 
     Raises:
-        DataError: the group has more ranks than there are files that are read.
-        ConfigError: the folder holds something, or cannot be written.
+        DataError: the group has too many ranks.
+        ConfigError: the folder is not empty, or cannot be written.
     """
     size = max(log.size for log in logs.values())
     if size > MOST_FILES:
@@ -82,10 +74,10 @@ def write_flight(logs: Mapping[int, CallLog], folder: Path) -> list[int]:
             f"{MOST_FILES:,} can be written; leave out --flight"
         )
     by_rank = {log.rank: log for log in logs.values() if log.size == size}
-    world = _Group("0", tuple(range(size)), _WORLD)
+    world = _Group("0", tuple(range(size)), "all ranks")
     groups: _Groups = {("0", 0): world}
     calls = {rank: _grouped(log, groups) for rank, log in by_rank.items()}
-    # Of these, calls that are not there were not made.
+    # Of these ranks all calls are known.
     whole = {rank for rank, log in by_rank.items() if len(log.calls) < NUM_RECORDS}
     firsts = _firsts(calls, whole)
     try:
@@ -102,11 +94,11 @@ def write_flight(logs: Mapping[int, CallLog], folder: Path) -> list[int]:
 
 
 def _grouped(log: CallLog, groups: _Groups) -> list[tuple[_Group, Call]]:
-    """The calls of a rank that the analyser can take, each with its group.
+    """The calls of a rank that the analyser knows, each with its group.
 
     Args:
-        log: what is known of the rank.
-        groups: those that are known; new ones are added.
+        log: the calls of the rank.
+        groups: all groups; new ones are added.
     """
     found = []
     for call in log.until_stuck:
@@ -114,36 +106,25 @@ def _grouped(log: CallLog, groups: _Groups) -> list[tuple[_Group, Call]]:
         if call.kind not in NAMES or ranks is None or log.rank not in ranks:
             continue
         if not call.is_message:
-            found.append((_of_collective(call.group, ranks, groups), call))
+            group = _Group(str(call.group), tuple(ranks), f"subgroup {call.group}")
         elif 0 <= call.peer < len(ranks):
             ends = (log.rank, ranks[call.peer])
             source, to = ends if call.kind == "send" else ends[::-1]
-            found.append((_of_message(call.group, source, to, groups), call))
+            description = f"messages from rank {source} to rank {to}"
+            group = _Group(f"{call.group}:{source}:{to}", tuple(sorted(ends)), description)
+        else:
+            continue
+        found.append((groups.setdefault((group.name, group.ranks[0]), group), call))
     return found
-
-
-def _of_collective(number: int, ranks: Sequence[int], groups: _Groups) -> _Group:
-    key = (str(number), ranks[0])
-    if key not in groups:
-        groups[key] = _Group(key[0], tuple(ranks), f"subgroup {number}")
-    return groups[key]
-
-
-def _of_message(number: int, source: int, to: int, groups: _Groups) -> _Group:
-    key = (f"{number}:{source}:{to}", min(source, to))
-    if key not in groups:
-        name = f"messages from rank {source} to rank {to}"
-        groups[key] = _Group(key[0], tuple(sorted((source, to))), name)
-    return groups[key]
 
 
 def _firsts(
     calls: Mapping[int, Sequence[tuple[_Group, Call]]], whole: set[int]
 ) -> dict[_Group, int]:
-    """The first number in each group from which on the calls of all its ranks are known.
+    """The number in each group from which the calls of all its ranks are known.
 
     Args:
-        calls: of each rank.
+        calls: calls of each rank.
         whole: ranks of which all calls are known.
     """
     least: dict[_Group, dict[int, int]] = {}
@@ -159,7 +140,7 @@ def _firsts(
 
 
 def _dump(rank: int, world: _Group, calls: Sequence[tuple[_Group, Call]]) -> dict[str, Any]:
-    """What the file of a rank holds."""
+    """The content of a rank's file."""
     by_group: dict[_Group, list[Call]] = {world: []}
     for group, call in calls:
         by_group.setdefault(group, []).append(call)
@@ -189,7 +170,7 @@ def _status(calls: Sequence[Call]) -> dict[str, int]:
 
 
 def _entry(index: int, rank: int, group: _Group, call: Call) -> dict[str, Any]:
-    """A call as the analyser has it; its sizes are in bytes."""
+    """A call in the analyser's format, with sizes in bytes."""
     given, taken = _sizes(call)
     return {
         "record_id": index,
@@ -215,7 +196,7 @@ def _entry(index: int, rank: int, group: _Group, call: Call) -> dict[str, Any]:
 
 
 def _sizes(call: Call) -> tuple[list[int], list[int]]:
-    """Shapes of input and output; empty where nothing is said, since ranks may differ in it."""
+    """Shapes of input and output; empty where ranks may differ."""
     if call.kind == "all_gather":
         return [], [call.taken]
     if call.kind in ("all_to_all", "broadcast"):
@@ -224,7 +205,7 @@ def _sizes(call: Call) -> tuple[list[int], list[int]]:
 
 
 def _ends(rank: int, group: _Group, call: Call) -> str:
-    """Who sends a message to whom, in places of the group."""
+    """The sender and the receiver of a message, as indices in the group."""
     if not call.is_message:
         return ""
     own = group.ranks.index(rank)
@@ -232,6 +213,6 @@ def _ends(rank: int, group: _Group, call: Call) -> str:
 
 
 def missing(ranks: Sequence[int]) -> Iterator[str]:
-    """What to tell of ranks of which nothing is known."""
+    """The message about ranks of which nothing is known."""
     if ranks:
         yield f"of {listed(ranks)} nothing is known; add --allow-incomplete-ranks"

@@ -1,4 +1,4 @@
-"""A run directory read again and again, from where the last reading ended."""
+"""Reading the events of a run: both ends of them, all, or what is new since the last time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import socket
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -19,22 +19,25 @@ from lockstep.config.parsing import parse_object
 from lockstep.errors import RunDirectoryError
 from lockstep.observe.reading.history import History
 
+EVENTS = "events.jsonl"
+IDENTITY = "run.json"
+
 _BLOCK = 1 << 22
-"""Bytes at the beginning and at the end of a file of events that are looked through."""
-_MOST_BYTES = 1 << 26
-"""And so many from the end, where no report of steps is in them."""
-_MOST_ROWS = 64
-"""So many of the newest rows of each kind are read."""
+"""Bytes that are searched at the beginning and at the end of a file of events."""
+_MAX_BYTES = 1 << 26
+"""Bytes that are searched at the end if no report of steps is found before."""
+_MAX_ROWS = 64
+"""The number of the newest rows of each kind that are parsed."""
 _KINDS = ("RunStarted", "Joined", "Recovered", "StepDone", "Evaluated")
 _ROW = re.compile(rb'"event": "(\w+)"')
 _NAMED_WITHIN = 200
-"""The first bytes of a row, in which it says what it is."""
+"""The first bytes of a row, which contain the name of its event."""
 _FRESH_S = 30.0
-"""A run on another host, whose lock may not be seen, goes on if it has written within this time."""
+"""A run on another host, whose lock may be invisible, is running if it wrote within this time."""
 _GAPS = 4.0
 """Or within so many times the longest time between two of its reports."""
 _BEYOND = 1e15
-"""No clock or counter shows this."""
+"""More than any clock or counter shows."""
 
 
 @dataclass
@@ -42,11 +45,11 @@ class NewestRows:
     """Some rows of a file of events.
 
     Attributes:
-        by_kind: the newest ones of each kind that a summary needs, in their order.
+        by_kind: the newest rows of each kind that a summary needs, in order.
         first_time: Unix time of the first row; 0.0 if there is none.
-        last_time: of the newest row.
+        last_time: Unix time of the newest row.
         ran_s: seconds that the run has taken, without the pauses between its sessions; with them
-            where an earlier version has written the newest row.
+            if an earlier version has written the newest row.
         written: Unix time at which the file was last written.
     """
 
@@ -61,7 +64,7 @@ class NewestRows:
         return self.by_kind.get(kind, [{}])[-1]
 
     def may_go_on(self) -> bool:
-        """Whether a run that nobody here seems to have claimed may go on on another host."""
+        """Whether a run that no process here has locked may be running on another host."""
         if self.newest("Joined").get("host") == socket.gethostname():
             return False
         times = [number(row.get("time")) for row in self.by_kind.get("StepDone", [])]
@@ -70,10 +73,10 @@ class NewestRows:
 
 
 def rows_at_both_ends(path: Path) -> NewestRows:
-    """What the first and the last rows of a file of events tell; what is no row is left out.
+    """The first and the last rows of a file of events; what is not a row is ignored.
 
-    Where much else is logged, rows further from the end are looked at too, until there is a report
-    of steps. If there is none, those of the beginning are no newest ones, and left out as well.
+    Where much else is logged, the search goes on further from the end until it finds a report of
+    steps. If it finds none, reports at the beginning are ignored too: they are not the newest.
     """
     found = NewestRows()
     try:
@@ -90,7 +93,7 @@ def rows_at_both_ends(path: Path) -> NewestRows:
     if not is_whole and not _tells_steps(tail):
         by_kind |= {"StepDone": [], "Evaluated": _by_kind(tail.splitlines()[1:])["Evaluated"]}
     for kind, some in by_kind.items():
-        rows = [row for line in some[-_MOST_ROWS:] if (row := _row(line))]
+        rows = [row for line in some[-_MAX_ROWS:] if (row := _row(line))]
         found.by_kind |= {kind: rows} if rows else {}
     found.first_time = next((t for line in lines if (t := _time(line))), 0.0)
     newest = next((row for line in reversed(lines) if number((row := _row(line)).get("time"))), {})
@@ -103,7 +106,7 @@ def _tail(file: BinaryIO, size: int) -> tuple[bytes, int]:
     """The end of a file, with a report of steps if one is near; and where it begins."""
     blocks: list[bytes] = []
     start = max(_BLOCK, size)
-    while start > _BLOCK and size - start < _MOST_BYTES:
+    while start > _BLOCK and size - start < _MAX_BYTES:
         if blocks and _tells_steps(blocks[0]):
             break
         end, start = start, max(_BLOCK, start - _BLOCK)
@@ -159,94 +162,106 @@ def count(value: Any) -> int:
     return max(0, int(number(value)))
 
 
-EVENTS = "events.jsonl"
-IDENTITY = "run.json"
+class EventLines:
+    """The lines of a file of events, from where the last reading ended.
+
+    Attributes:
+        file_number: inode of the file; 0 if none has been read.
+        offset: number of bytes that have been read.
+    """
+
+    def __init__(self, file_number: int = 0) -> None:
+        self.file_number = file_number
+        self.offset = 0
+        self._newest = b""
+        self._is_within = False  # a line that is too long, of which a part has been read
+
+    def are_in(self, file: BinaryIO) -> bool:
+        """Whether a file is the one that was read, and has not been rewritten.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        if os.fstat(file.fileno()).st_ino != self.file_number:
+            return False
+        # The inode of a file that was removed is soon given to another one.
+        file.seek(self.offset - len(self._newest))
+        return file.read(len(self._newest)) == self._newest
+
+    def read(self, file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
+        """The further lines with the bytes at which they begin; None for one that is too long.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        file.seek(self.offset)
+        while True:
+            line = file.readline(MAX_TEXT_BYTES)
+            is_whole = line.endswith(b"\n")
+            if not is_whole and len(line) < MAX_TEXT_BYTES:
+                return  # a last line that is not yet whole is read next time
+            start, self.offset, self._newest = self.offset, self.offset + len(line), line
+            is_rest, self._is_within = self._is_within, not is_whole
+            if not is_rest:
+                yield start, line if is_whole else None
+
+
+def too_long() -> str:
+    """The problem with a line that is too long."""
+    return f"a row of more than {MAX_TEXT_BYTES:,} bytes is left out"
 
 
 class RunReader:
     """Keeps a run's history up to date.
 
     Attributes:
-        run_dir: of the run.
-        history: what its events tell; another object after the file was replaced.
+        run_dir: run directory.
+        history: events of the run; a new object after the file was replaced.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self._forget()
-
-    def _forget(self) -> None:
         self.history = History()
-        self._offset, self._file_number, self._newest = 0, 0, b""
-        self._is_within = False  # a row that is too long, of which a part has been read
+        self._lines = EventLines()
 
     def poll(self) -> bool:
         """Read what has been written since the last call; returns whether there was anything.
 
         Raises:
-            RunDirectoryError: the file is there, but cannot be read at all.
+            RunDirectoryError: the file exists, but cannot be read at all.
         """
         path = self.run_dir / EVENTS
         try:
             with open_to_read(path) as file:
-                status = os.fstat(file.fileno())
-                is_same = status.st_ino == self._file_number
-                if not (is_same and is_continued(file, self._offset, self._newest)):
-                    self._forget()
-                    self._file_number = status.st_ino
-                file.seek(self._offset)
-                before = self._offset
-                # A last line that is not yet whole is read next time.
-                while (line := file.readline(MAX_TEXT_BYTES)).endswith(b"\n") or (
-                    len(line) == MAX_TEXT_BYTES
-                ):
-                    self._take(line)
-                    self._offset += len(line)
-                    self._newest = line
+                if not self._lines.are_in(file):
+                    self.history = History()
+                    self._lines = EventLines(os.fstat(file.fileno()).st_ino)
+                before = self._lines.offset
+                for start, line in self._lines.read(file):
+                    self._take(start, line)
         except FileNotFoundError:
             return False
         except OSError as error:
             raise RunDirectoryError(f"{path}: cannot be read: {error.strerror or error}") from error
-        return self._offset != before
+        return self._lines.offset != before
 
-    def _take(self, line: bytes) -> None:
-        is_rest, self._is_within = self._is_within, not line.endswith(b"\n")
-        if is_rest:
-            return
-        if self._is_within:
-            self.history.add_problem(
-                f"{EVENTS}: byte {self._offset}: a row of more than {MAX_TEXT_BYTES:,} bytes is "
-                "left out"
-            )
+    def _take(self, start: int, line: bytes | None) -> None:
+        if line is None:
+            self.history.add_problem(f"{EVENTS}: byte {start}: {too_long()}")
             return
         try:
             row = parse_object(line)
         except ValueError as error:
-            self.history.add_problem(f"{EVENTS}: byte {self._offset}: is not JSON: {error}")
+            self.history.add_problem(f"{EVENTS}: byte {start}: is not JSON: {error}")
         else:
             self.history.add(row)
 
 
-def is_continued(file: BinaryIO, offset: int, newest: bytes) -> bool:
-    """Whether a file still has what was last read of it: numbers of removed ones are given again.
-
-    Args:
-        file: to look at.
-        offset: bytes that have been read.
-        newest: the last ones of them.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    file.seek(offset - len(newest))
-    return file.read(len(newest)) == newest
-
-
 def read_run(run_dir: Path) -> History:
-    """All that the events of a run tell.
+    """All events of a run.
 
     Raises:
-        RunDirectoryError: there are none, or they cannot be read at all.
+        RunDirectoryError: the folder has none, or they cannot be read at all.
     """
     reader = RunReader(run_dir)
     if not reader.poll() and not any((run_dir / name).exists() for name in (EVENTS, IDENTITY)):
@@ -257,8 +272,8 @@ def read_run(run_dir: Path) -> History:
 def is_claimed(run_dir: Path) -> bool:
     """Whether a process of this machine, or of one that shares its locks, trains in a folder.
 
-    Asks who has the lock without taking it, which would keep a run from starting. A process that
-    trains must not ask for its own folder: POSIX gives its lock up when the file is closed.
+    Queries the lock without taking it, since a taken lock would keep a run from starting. A process
+    that trains must not ask about its own folder: by POSIX its lock ends when the file is closed.
     """
     query = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:

@@ -1,4 +1,4 @@
-"""All that the events of a run show up to now, and quantities over its steps."""
+"""The state of a run by its events so far, and its curves."""
 
 from __future__ import annotations
 
@@ -10,33 +10,21 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lockstep.config.parsing import shown
-from lockstep.engine.events import (
-    Evaluated,
-    Event,
-    Failed,
-    Finished,
-    Joined,
-    Logged,
-    RankLost,
-    RankTimes,
-    Rebalanced,
-    Recovered,
-    RunStarted,
-    StepDone,
-)
+from lockstep.engine import events
 from lockstep.engine.timing import Times
 from lockstep.errors import RunDirectoryError
-from lockstep.observe import Measured, Predicted, StepMeter, event_from_row
+from lockstep.observe.step_costs import Measured, Predicted, StepMeter
+from lockstep.observe.storing.rows import event_from_row
 
 
 class Curve:
-    """Values of one quantity, one for each of some steps, ascending.
+    """Values of one quantity at ascending steps.
 
     Attributes:
-        steps: int64.
-        values: float64, as many.
-        origins: int64, as many: the first step that a value comes from. It is the step itself, but
-            for means over several steps, and for evaluations of older parameters.
+        steps: int64 [n].
+        values: float64 [n].
+        origins: int64 [n]: the first step that a value comes from. It is the step itself, but for
+            means over several steps, and for evaluations of older parameters.
     """
 
     __slots__ = ("origins", "steps", "values")
@@ -47,16 +35,16 @@ class Curve:
         self.origins = array("q")
 
     def add(self, step: int, value: float, origin: int | None = None) -> None:
-        """Append a value; what was there of this step or later ones comes again, so it goes.
+        """Append a value; values of this step and later ones are removed, since they come again.
 
         Args:
-            step: of the value.
-            value: to append.
+            step: step of the value.
+            value: value to append.
             origin: the first step that it comes from; the step itself if left out.
 
         Raises:
-            TypeError: the value is no number; nothing is appended then.
-            OverflowError: what is given is larger than the curve can hold; nothing is appended.
+            TypeError: the value is not a number; nothing is appended then.
+            OverflowError: a number is larger than the curve can hold; nothing is appended then.
         """
         steps = array("q", (step, step if origin is None else origin))
         values = array("d", (value,))
@@ -66,14 +54,14 @@ class Curve:
         self.origins.append(steps[1])
 
     def cut(self, last: int) -> None:
-        """Remove what is of later steps."""
+        """Remove the values of later steps."""
         while self.steps and self.steps[-1] > last:
             self.steps.pop()
             self.values.pop()
             self.origins.pop()
 
     def at(self, step: int, origin: int | None = None) -> float | None:
-        """The value of a step; None if there is none, or if it comes from others than asked for."""
+        """The value of a step; None if there is none, or none with that origin."""
         place = bisect_left(self.steps, step)
         found = place < len(self.steps) and self.steps[place] == step
         is_meant = found and origin in (None, self.origins[place])
@@ -81,19 +69,19 @@ class Curve:
 
 
 class CurveStore(Protocol):
-    """Takes the values of a run as they come."""
+    """Stores the values of a run's curves."""
 
     def add(self, step: int, values: Mapping[str, float], origin: int | None = None) -> None:
-        """Take values, by the names of their curves.
+        """Add the values of a step, by the names of their curves.
 
         Args:
-            step: of the values.
-            values: by name.
+            step: step of the values.
+            values: values by name.
             origin: the first step that they come from; the step itself if left out.
         """
 
     def cut(self, last: int) -> None:
-        """Remove what is of later steps, of all curves."""
+        """Remove the values of later steps from all curves."""
 
 
 class Curves(defaultdict[str, Curve]):
@@ -108,39 +96,39 @@ class Curves(defaultdict[str, Curve]):
             self[name].add(step, value, origin)
 
     def cut(self, last: int) -> None:
-        """Remove what is of later steps, of all curves."""
+        """Remove the values of later steps from all curves."""
         for curve in self.values():
             curve.cut(last)
 
 
 KINDS = ("compute_s", "communication_s", "data_s", "checkpoint_s")
-"""What a rank spends its time with."""
+"""The kinds of work that a rank spends its time on."""
 _OF_ONE_STEP = ("lr", "grad_norm")
-"""What a report says of its last step, and not as a mean over all of them."""
-_MOST_PROBLEMS = 20
+"""What a report says of its last step, not as a mean over all its steps."""
+_MAX_PROBLEMS = 20
 _END_OF_TIME = 1e11
-"""Unix time that no clock shows."""
-_MOST_STEPS = 2**62
-_MOST_LOGGED = 100
+"""A Unix time that no clock shows."""
+_MAX_STEP = 2**62
+_MAX_LOGGED = 100
 
 
 @dataclass(eq=False)
 class Process:
-    """A process that takes part, or has.
+    """A process that is or was a rank of the newest session.
 
     Attributes:
-        joined: how it came in.
-        since: Unix time of that.
-        rank: its number now; ranks are numbered anew when one is lost.
+        joined: the event of its joining.
+        since: Unix time of that event.
+        rank: its present rank, which changes when another one is lost.
         until: Unix time at which it was lost; None if it was not.
         reason: why its watchdog ended it; empty if it did not.
-        times: what it has spent.
-        num_microbatches: how many it computes in a step now.
-        num_computed: how many it has computed in the steps that were reported.
-        reported: Unix time of the newest report of what it has done; 0.0 before the first.
+        times: the sums of its reported times and counts.
+        num_microbatches: how many microbatches it computes in a step now.
+        num_computed: how many it has computed in the reported steps.
+        reported: Unix time of its newest report; 0.0 before the first.
     """
 
-    joined: Joined
+    joined: events.Joined
     since: float
     rank: int
     until: float | None = None
@@ -150,66 +138,66 @@ class Process:
     num_computed: float = 0.0
     reported: float = 0.0
 
-    def add(self, times: RankTimes, num_steps: int) -> None:
-        """Count in what it has spent in the steps since the last report."""
+    def add(self, times: events.RankTimes, num_steps: int) -> None:
+        """Add a report of its times."""
         self.num_computed += num_steps * self.num_microbatches
         self.times = self.times.plus(Times(*(getattr(times, name) for name in Times._fields)))
 
     @property
     def seconds(self) -> dict[str, float]:
-        """What it has spent its time with, by kind."""
+        """The seconds that it has spent on each kind of work."""
         return {kind: getattr(self.times, kind) for kind in KINDS}
 
 
 @dataclass(frozen=True)
 class Happening:
-    """An event that is no point of a curve.
+    """An event with its time; of those that are not points of curves.
 
     Attributes:
         time: Unix time.
-        event: what has happened.
+        event: the event.
     """
 
     time: float
-    event: Event
+    event: events.Event
 
 
 class History:
-    """A run, as far as its rows have been read.
+    """The state of a run by the rows that have been read.
 
     Args:
-        store: takes the values of curves, for runs too large for keeping them all; `curves` stays
-            empty then.
+        store: stores the values of curves, for runs that are too large to keep all of them;
+            `curves` stays empty then.
 
     Attributes:
-        plan: how the newest session was started; None before the first.
+        plan: the start of the newest session; None before the first.
         started: Unix time of the first row.
         newest: Unix time of the newest row.
-        step: steps that are committed.
-        curves: by name: `lr`, `grad_norm`, `samples_per_s`, `compute_efficiency`, and the metrics
-            as `split/name`, where `train` is what was trained on, and `log` what was logged.
-        logged: texts, histograms and pictures that were logged, by name, ascending by step; the
-            newest few of each.
-        processes: all that have taken part in the newest session, in the order in which they came.
-        happenings: in order.
-        first_of_session: number of the first one of the newest session.
-        num_at_start: how many processes the newest session began with.
-        num_steps: steps that the newest session has committed, as far as it has reported them.
-        end: how the newest session has ended; None while it goes on, or if it was killed.
-        problems: rows that cannot be read, each with its reason; the first ones.
-        num_problems: how many there are.
+        step: number of committed steps.
+        curves: curves by name: `lr`, `grad_norm`, `samples_per_s`, `compute_efficiency`, and the
+            metrics as `split/name`, where the split is `train` for training and `log` for logged
+            scalars.
+        logged: logged texts, histograms and pictures by name, ascending by step; the newest ones.
+        processes: all processes of the newest session, in the order of their joining.
+        happenings: the other events, in order.
+        first_of_session: index of the first of them in the newest session.
+        num_at_start: number of processes at the start of the newest session.
+        num_steps: number of steps that the newest session has reported.
+        end: the end of the newest session; None while it is running, or if it was killed.
+        problems: the first rows that cannot be read, each with its reason.
+        num_problems: number of rows that cannot be read.
     """
 
     def __init__(self, store: CurveStore | None = None) -> None:
-        self.plan: RunStarted | None = None
+        self.plan: events.RunStarted | None = None
         self.started = self.newest = 0.0
         self.step = 0
         self.curves = Curves()
         self._store: CurveStore = self.curves if store is None else store
-        self.logged: dict[str, list[Logged]] = defaultdict(list)
+        self.logged: dict[str, list[events.Logged]] = defaultdict(list)
         self.processes: list[Process] = []
         self.happenings: list[Happening] = []
-        self.end: Finished | Failed | None = None
+        self.end: events.Finished | events.Failed | None = None
         self.first_of_session = self.num_steps = self.num_at_start = 0
         self._joiners: list[Process] = []
         self._meter = StepMeter()
@@ -217,7 +205,7 @@ class History:
         self.num_problems = 0
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Take the next row; one that is not understood is a problem, and no error."""
+        """Take the next row; an invalid one is a problem, not an error."""
         try:
             event, time = event_from_row(row), float(row["time"])
         except (RunDirectoryError, KeyError, TypeError, ValueError, OverflowError) as error:
@@ -225,12 +213,12 @@ class History:
         else:
             self.add_event(event, time)
 
-    def add_event(self, event: Event, time: float) -> None:
-        """Take the next event; one that cannot be is a problem, and no error.
+    def add_event(self, event: events.Event, time: float) -> None:
+        """Take the next event; an impossible one is a problem, not an error.
 
         Args:
-            event: what has happened.
-            time: of it, in Unix seconds.
+            event: the event.
+            time: its Unix time.
         """
         try:
             _check_ranges(event, time)
@@ -238,36 +226,36 @@ class History:
         except (TypeError, ValueError, ArithmeticError) as error:
             self.add_problem(f"event {type(event).__name__}: {error}")
 
-    def _take(self, event: Event, time: float) -> None:
+    def _take(self, event: events.Event, time: float) -> None:
         self.started = self.started or time
         self.newest = time
         self._meter.take(event)
         match event:
             case Predicted() | Measured():
                 return
-            case StepDone():
+            case events.StepDone():
                 self._add_step(event)
                 return
-            case Logged():
+            case events.Logged():
                 self._add_logged(event)
                 return
-            case RunStarted():
+            case events.RunStarted():
                 self._start(event)
-            case Joined():
+            case events.Joined():
                 count = len(range(*event.microbatches))
                 joiner = Process(event, time, event.rank, num_microbatches=count)
                 self.processes.append(joiner)
                 self._joiners.append(joiner)
-            case RankLost():
+            case events.RankLost():
                 self._lose(event, time)
-            case Recovered():
-                self._number_anew(event.world_size)
-                self._deal_out(event.microbatches)
-            case Rebalanced():
-                self._deal_out(event.microbatches)
-            case Finished() | Failed():
+            case events.Recovered():
+                self._renumber(event.world_size)
+                self._assign(event.microbatches)
+            case events.Rebalanced():
+                self._assign(event.microbatches)
+            case events.Finished() | events.Failed():
                 self.end = event
-            case Evaluated():
+            case events.Evaluated():
                 origin = event.step if event.model_step is None else event.model_step
                 values = {f"{event.split}/{name}": value for name, value in event.metrics.items()}
                 self._store.add(event.step, values, origin)
@@ -276,27 +264,27 @@ class History:
 
     @property
     def cost(self) -> Measured:
-        """What the steps of the newest session cost by now, and what was predicted."""
+        """What the steps of the newest session have cost so far, and what was predicted."""
         return self._meter.measured(self.step)
 
     @property
     def living(self) -> list[Process]:
-        """The processes that take part now."""
+        """The processes that were not lost."""
         return [process for process in self.processes if process.until is None]
 
     def add_problem(self, problem: str) -> None:
-        """Note what cannot be read."""
+        """Note a row that cannot be read."""
         self.num_problems += 1
-        if len(self.problems) < _MOST_PROBLEMS:
+        if len(self.problems) < _MAX_PROBLEMS:
             self.problems.append(problem)
 
-    def _start(self, plan: RunStarted) -> None:
+    def _start(self, plan: events.RunStarted) -> None:
         joined, self._joiners = self._joiners, []
         self.plan, self.end = plan, None
         if plan.continued:
             return
-        # The ranks of a session say that they take part just before; a run that goes back to a
-        # checkpoint in the midst of one has those that it had.
+        # The ranks of a session join just before it starts; a run that goes back to a checkpoint
+        # within a session keeps its ranks.
         if joined:
             self.processes = joined
             self.first_of_session = len(self.happenings) - len(joined)
@@ -306,7 +294,7 @@ class History:
         for name, logged in self.logged.items():
             self.logged[name] = [event for event in logged if event.step <= plan.step]
 
-    def _add_step(self, done: StepDone) -> None:
+    def _add_step(self, done: events.StepDone) -> None:
         step = self.step = done.step
         self.num_steps += done.num_steps
         metrics = {f"train/{name}": value for name, value in done.metrics.items()}
@@ -319,22 +307,22 @@ class History:
                 by_rank[times.rank].add(times, done.num_steps)
                 by_rank[times.rank].reported = self.newest
 
-    def _add_logged(self, event: Logged) -> None:
+    def _add_logged(self, event: events.Logged) -> None:
         if event.kind == "scalar":
             if not isinstance(event.value, (int, float)):
                 raise TypeError(f"{shown(event.value)} is no number")
             self._store.add(event.step, {f"log/{event.name}": event.value})
             return
         before = [logged for logged in self.logged[event.name] if logged.step < event.step]
-        self.logged[event.name] = [*before[1 - _MOST_LOGGED :], event]
+        self.logged[event.name] = [*before[1 - _MAX_LOGGED :], event]
 
-    def _lose(self, event: RankLost, time: float) -> None:
+    def _lose(self, event: events.RankLost, time: float) -> None:
         for process in self.processes:
             if process.joined.slot == event.slot and process.until is None:
                 process.until, process.reason = time, event.reason
 
-    def _number_anew(self, world_size: int) -> None:
-        """Survivors keep their order, and take the numbers that joining ranks have left them."""
+    def _renumber(self, world_size: int) -> None:
+        """Survivors keep their order, and take the ranks that joining processes have not taken."""
         living = sorted(self.living, key=lambda process: process.rank)
         new, self._joiners = self._joiners, []
         survivors = [process for process in living if process not in new]
@@ -342,28 +330,28 @@ class History:
         free = (rank for rank in range(world_size) if rank not in taken)
         for process, rank in zip(survivors, free, strict=False):
             process.rank = rank
-        for process in living:  # files of earlier versions do not say who computes which
+        for process in living:  # files of earlier versions do not say how they are assigned
             process.num_microbatches = self.plan.num_microbatches / world_size if self.plan else 0.0
 
-    def _deal_out(self, microbatches: Sequence[int]) -> None:
+    def _assign(self, microbatches: Sequence[int]) -> None:
         for process in self.living:
             if 0 <= process.rank < len(microbatches):
                 process.num_microbatches = microbatches[process.rank]
 
 
-def _check_ranges(event: Event, time: float) -> None:
-    """Refuse what no run can have said; `ValueError` then."""
-    if not 0.0 <= time < _END_OF_TIME or abs(event.step) > _MOST_STEPS:
+def _check_ranges(event: events.Event, time: float) -> None:
+    """Raise `ValueError` for numbers that no run can have."""
+    if not 0.0 <= time < _END_OF_TIME or abs(event.step) > _MAX_STEP:
         raise ValueError(f"time {time} or step {event.step} is out of range")
     match event:
-        case StepDone() if not 0 < event.num_steps <= _MOST_STEPS:
+        case events.StepDone() if not 0 < event.num_steps <= _MAX_STEP:
             raise ValueError(f"num_steps {shown(event.num_steps)} is out of range")
-        case Evaluated(model_step=int(origin)) if abs(origin) > _MOST_STEPS:
+        case events.Evaluated(model_step=int(origin)) if abs(origin) > _MAX_STEP:
             raise ValueError(f"model_step {shown(origin)} is out of range")
 
 
-def step_values(done: StepDone) -> dict[str, float]:
-    """What a report of steps says beside its metrics, by the names of the curves."""
+def step_values(done: events.StepDone) -> dict[str, float]:
+    """The values of a report of steps beside its metrics, by the names of their curves."""
     return {
         "lr": done.lr,
         "grad_norm": done.grad_norm,

@@ -1,4 +1,4 @@
-"""Runs in folders with their tags, and what one can say of each without reading all of it."""
+"""The runs in folders: their tags, and summaries of them without reading all of their events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from lockstep.config.files import read_text, replacing
 from lockstep.config.parsing import flattened, parse_json, parse_object, parse_yaml, shown
 from lockstep.errors import ConfigError, LockstepError, RunDirectoryError
-from lockstep.observe import Measured, StepCost, cost_of, event_from_row, read_result
 from lockstep.observe.reading.follow import (
     EVENTS,
     IDENTITY,
@@ -26,6 +25,9 @@ from lockstep.observe.reading.follow import (
     rows_at_both_ends,
 )
 from lockstep.observe.showing.live import Pace
+from lockstep.observe.step_costs import Measured
+from lockstep.observe.storing.result import cost_of, read_result
+from lockstep.observe.storing.rows import event_from_row
 
 TAGS = "tags.json"
 _WORD = re.compile(r"[^\s,=<>!~\x00-\x1f\x7f-\x9f]{1,64}")
@@ -42,13 +44,13 @@ def read_tags(run_dir: Path) -> tuple[str, ...]:
 
 
 def change_tags(run_dir: Path, add: Iterable[str], remove: Iterable[str]) -> tuple[str, ...]:
-    """Put tags on a run, and take others off.
+    """Add tags to a run, and remove others.
 
     Returns:
-        Those that it has now.
+        The tags that it has then.
 
     Raises:
-        ConfigError: one is no word of at most 64 characters.
+        ConfigError: a tag is not a word of at most 64 characters.
         RunDirectoryError: the folder is not writable.
     """
     added, removed = list(add), set(remove)
@@ -69,36 +71,36 @@ def change_tags(run_dir: Path, add: Iterable[str], remove: Iterable[str]) -> tup
 T = TypeVar("T")
 _RESULT = "result.json"
 SOURCES = (EVENTS, IDENTITY, _RESULT, TAGS)
-"""Names of the files of a run that its summary is made of."""
+"""The files of a run that its summary is made of."""
 _DEPTH = 4
-"""Levels of folders in which runs are looked for."""
+"""Levels of folders that are searched for runs."""
 _NUM_TIMED = 40
-"""The newest reports and evaluations that the time left is told by."""
+"""The number of reports and evaluations that the remaining time is estimated from."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What is shown of a run in a list.
+    """A run in a list.
 
     Attributes:
         path: run directory.
         task: name of the task; empty if it is not known.
         state: `running`, `completed`, `stopped`, `failed`, `killed` (it ended without a result), or
             `new` (it has not begun to train).
-        step: steps that are committed.
-        total_steps: steps of the whole run; 0 if they are not known.
+        step: number of committed steps.
+        total_steps: number of steps of the whole run; 0 if unknown.
         ranks: number of ranks.
         started: Unix time of the first event; 0.0 if there is none.
         newest: Unix time of the newest event.
         seconds: time that the run has taken, without the pauses between its sessions.
-        sha256: of the final parameters; empty if it has not ended in order.
-        metrics: newest ones, by "split/name".
-        tags: words that people have put on it.
-        problems: what cannot be read.
-        left_s: seconds to the last step, as of the newest event; None if they are not known.
-        config_hash: of what can change the result; empty if it is not known.
+        sha256: SHA-256 of the final parameters; empty if the run has not ended in order.
+        metrics: newest metrics, by "split/name".
+        tags: tags that users have added.
+        problems: messages about what cannot be read.
+        left_s: seconds to the last step, as of the newest event; None if unknown.
+        config_hash: hash of all keys that can change the result; empty if unknown.
         cost: what the steps of the newest session have cost, and what was predicted; None while it
-            goes on, or if it is not known.
+            is running, or if unknown.
     """
 
     path: Path
@@ -125,29 +127,32 @@ class Summary:
 
     def value(self, key: str) -> Any:
         """A field of the summary, a metric, or a key of the config; None if there is none."""
-        cost = self.cost
-        own = {
-            "name": self.path.name, "path": str(self.path), "task": self.task, "state": self.state,
-            "step": self.step, "total_steps": self.total_steps, "ranks": self.ranks,
-            "started": self.started, "newest": self.newest, "sha256": self.sha256,
-            "tags": self.tags, "seconds": self.seconds,
-            "step_s": _step_s(cost.measured if cost else None),
-            "predicted_step_s": _step_s(cost.predicted if cost else None),
-        }  # fmt: skip
-        if key in own:
-            return own[key]
+        if key in _FIELDS:
+            return getattr(self, key)
+        match key:
+            case "name":
+                return self.path.name
+            case "path":
+                return str(self.path)
+            case "step_s":
+                return self.cost and self.cost.measured and self.cost.measured.step_s
+            case "predicted_step_s":
+                return self.cost and self.cost.predicted and self.cost.predicted.step_s
         return self.metrics[key] if key in self.metrics else self.config.get(key)
 
 
-def _step_s(cost: StepCost | None) -> float | None:
-    return cost.step_s if cost else None
+_FIELDS = (
+    "task", "state", "step", "total_steps", "ranks", "started", "newest", "sha256", "tags",
+    "seconds",
+)  # fmt: skip
+"""Fields that conditions can name."""
 
 
 def find_runs(folders: Iterable[Path]) -> list[Path]:
     """Run directories: the folders themselves, or those in them; links are not followed.
 
     Raises:
-        RunDirectoryError: a folder is not there.
+        RunDirectoryError: a folder does not exist.
     """
     found: dict[Path, None] = {}
     for folder in folders:
@@ -187,14 +192,14 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 
 
 def summarise(run_dir: Path) -> Summary:
-    """What the small files of a run and both ends of its events tell; never raises."""
+    """The summary of a run by its small files and both ends of its events; never raises."""
     problems: list[str] = []
     nothing: dict[str, Any] = {}
-    identity = _tried(
-        problems, IDENTITY, lambda: parse_object(read_text(run_dir / IDENTITY)), nothing
-    )
-    rows = _tried(problems, EVENTS, lambda: rows_at_both_ends(run_dir / EVENTS), NewestRows())
-    result = _tried(problems, "", lambda: _result(run_dir), nothing)
+    identity_path, events_path = run_dir / IDENTITY, run_dir / EVENTS
+    identity = _tried(problems, IDENTITY, lambda: parse_object(read_text(identity_path)), nothing)
+    rows = _tried(problems, EVENTS, lambda: rows_at_both_ends(events_path), NewestRows())
+    has_result = (run_dir / _RESULT).exists()
+    result = _tried(problems, "", lambda: read_result(run_dir), nothing) if has_result else nothing
     plan, done = rows.newest("RunStarted"), rows.newest("StepDone")
     if is_claimed(run_dir):
         state = "running" if plan else "new"
@@ -224,7 +229,7 @@ def summarise(run_dir: Path) -> Summary:
 
 
 def _tried(problems: list[str], name: str, read: Callable[[], T], otherwise: T) -> T:
-    """What can be read, or something else and a problem."""
+    """What `read` returns; `otherwise` and a problem if it fails."""
     try:
         return read()
     except OSError as error:
@@ -234,12 +239,8 @@ def _tried(problems: list[str], name: str, read: Callable[[], T], otherwise: T) 
     return otherwise
 
 
-def _result(run_dir: Path) -> dict[str, Any]:
-    return read_result(run_dir) if (run_dir / _RESULT).exists() else {}
-
-
 def _left_s(rows: NewestRows) -> float | None:
-    """Seconds to the last step, by the newest rows of a session."""
+    """Seconds to the last step, estimated from the newest rows of a session."""
     plan = rows.newest("RunStarted")
     both = rows.by_kind.get("StepDone", []) + rows.by_kind.get("Evaluated", [])
     timed = sorted((number(row.get("time")), n) for n, row in enumerate(both))

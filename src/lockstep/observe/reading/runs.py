@@ -1,4 +1,4 @@
-"""Which runs of a list are meant, and removing them."""
+"""Selecting and sorting runs by conditions, and removing a run."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def chosen(runs: Iterable[Summary], conditions: Sequence[str], order: str = "") 
     Args:
         runs: all runs.
         conditions: such as `state=failed`, `val/loss<0.3`, `lr>=1e-3`, `tags=paper`, `name~sweep`.
-            What a run does not have fulfils `!=` only.
-        order: key that they are sorted by, ascending, or descending behind a `-`; those without it
-            come last. Without, by when they were started.
+            A missing value fulfils `!=` only.
+        order: key to sort by, ascending, or descending after a `-`; runs without it come last. If
+            empty, they are sorted by their start.
 
     Raises:
-        ConfigError: one is no condition, or compares a number with a word.
+        ConfigError: a condition is malformed, or compares a number with a word.
     """
     tests = [_condition(text) for text in conditions]
     left = [run for run in runs if all(test(run) for test in tests)]
     key = order.removeprefix("-") or "started"
     there = [run for run in left if not _is_missing(run.value(key))]
     missing = [run for run in left if _is_missing(run.value(key))]
-    there.sort(key=lambda run: _place(run.value(key)), reverse=order.startswith("-"))
+    there.sort(key=lambda run: _sort_key(run.value(key)), reverse=order.startswith("-"))
     return there + missing
 
 
@@ -51,8 +51,8 @@ def _is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _place(value: Any) -> tuple[bool, float, str]:
-    """Numbers by their size, before texts."""
+def _sort_key(value: Any) -> tuple[bool, float, str]:
+    """A key that sorts numbers before texts."""
     number = _as_number(value)
     return (False, number, "") if number is not None else (True, 0.0, str(value))
 
@@ -99,13 +99,13 @@ def _as_number(value: Any) -> float | None:
 
 
 def remove_run(run_dir: Path) -> list[str]:
-    """Remove what Lockstep has written into a run directory, and the folder if nothing is left.
+    """Remove Lockstep's own files from a run directory, and the folder if it is empty then.
 
     Returns:
-        Names of what others have put there, which stays, and the folder with it.
+        Names of the other files in it, which stay.
 
     Raises:
-        RunDirectoryError: it is no run directory, is a link, is trained in, or cannot be removed.
+        RunDirectoryError: it is not a run directory, is a link, is in use, or cannot be removed.
     """
     if run_dir.is_symlink():
         raise RunDirectoryError(f"{run_dir}: is a link; remove the run directory it points to")
@@ -120,7 +120,7 @@ def remove_run(run_dir: Path) -> list[str]:
     directory.lock()
     try:
         own = {*own_entries(run_dir)}
-        # The identity goes last: a removal that is broken off leaves a run that can be removed.
+        # The identity comes last: an interrupted removal leaves a run that can be removed.
         for path in sorted(own, key=lambda p: (p.name in ("run.json", ".lock"), p.name)):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

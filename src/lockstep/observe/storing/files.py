@@ -17,7 +17,7 @@ from lockstep.observe.sink import Sink
 
 @contextmanager
 def opening(path: Path) -> Iterator[None]:
-    """Turns what goes wrong while `path` is opened into one clear message.
+    """Turns an error while `path` is opened into one clear message.
 
     Raises:
         RunDirectoryError: the file cannot be created, read or written.
@@ -54,14 +54,14 @@ def end_of_rows(path: Path) -> int:
 
 
 class AppendFile:
-    """Whole lines at the end of a file, handed to the operating system when `append` returns.
+    """Appends whole lines to a file; when `append` returns, the operating system has them.
 
-    A line that a killed process left half-written is cut off at opening. What cannot be
-    written, for example on a full disk, is kept and written first as soon as there is room, from
-    the very byte where the disk stopped: no row is lost, torn or doubled.
+    Opening truncates a line that a killed process has left half-written. Bytes that cannot be
+    written, as on a full disk, are kept, and written first once there is space, from the very byte
+    at which the disk was full: no row is lost, torn or doubled.
 
     Args:
-        path: path of the file; it and its directory are created if they are not there.
+        path: path of the file; it and its directory are created if they do not exist.
 
     Raises:
         OSError: the file cannot be opened.
@@ -124,10 +124,10 @@ _MOST_KEPT = 16
 
 
 class Pictures(Sink):
-    """Writes each picture as a whole, or not at all; one that comes again takes its place.
+    """Writes each picture completely or not at all; one that comes again replaces the first.
 
-    When a run goes on from step k, as `RunStarted` says, pictures of later steps are removed: they
-    come again. Of those that cannot be written, the newest few are kept for the next event.
+    When a run resumes from step k, as `RunStarted` says, pictures of later steps are removed: they
+    come again. Of pictures that cannot be written, the newest few are kept for the next event.
 
     Args:
         run_dir: path of the run directory.

@@ -1,7 +1,7 @@
-"""`events.jsonl`: every event of a run, one strict JSON object a line, as it happens.
+"""`events.jsonl`: every event of a run as it happens, a line of strict JSON for each.
 
-A resumed run goes on in the same file, so the file also records interruptions. See
-`lockstep.observe.storing.rows` for what a row holds.
+A resumed run appends to the same file, so the file also records interruptions.
+`lockstep.observe.storing.rows` says what a row holds.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -19,7 +19,7 @@ from lockstep.engine.events import Event, RunStarted
 from lockstep.errors import RunDirectoryError
 from lockstep.observe.sink import Sink
 from lockstep.observe.storing.files import AppendFile, end_of_rows, opening
-from lockstep.observe.storing.metrics_csv import StageOrder
+from lockstep.observe.storing.metrics_csv import RepeatCounts
 from lockstep.observe.storing.rows import dumps, event_from_row, row_of
 
 __all__ = ["EventsJsonl", "end_of_events", "event_from_row", "follow_events", "read_events"]
@@ -37,27 +37,27 @@ _IDENTITY: dict[str, tuple[str, ...]] = {
     "Measured": (),
     "Finished": (),
 }
-"""Events that come again when work is done again after a fault, and, beside the step, the fields
-that tell one from another."""
+"""Events that come again when work is repeated after a fault, and the fields that, beside the
+step, tell one from another."""
 
 _ADVICE = "remove the line, or move the file away: the run can go on without it"
 
 _NUM_KEYS = 256
-"""Keys that are remembered; more where two steps have more events than that."""
+"""Keys that are remembered, unless two steps alone have more events."""
 _TAIL_BYTES = 1 << 18
 
 _Key: TypeAlias = "tuple[Any, ...]"
 
 
 class EventsJsonl(Sink):
-    """Appends a row for each event; it can be read by others as soon as the call returns.
+    """Appends a row for each event, which others can read as soon as the call returns.
 
-    An event that comes again after a fault is not written again, also when another process has
-    written it. Each row says in `ran_s` how many seconds the run has taken up to it, without the
-    pauses between its sessions.
+    An event that comes again after a fault is not written again, even if another process has
+    written it. `ran_s` of a row is the time of the run up to it in seconds, without the pauses
+    between its sessions.
 
     Args:
-        path: path of the file; created if it is not there, else continued.
+        path: path of the file; created if it does not exist, else appended to.
         clock: function that returns the Unix time in seconds.
 
     Raises:
@@ -93,7 +93,7 @@ class EventsJsonl(Sink):
         self._file.append(dumps(row).encode() + b"\n")
 
     def _remember(self, key: _Key) -> None:
-        """Note what is written; what is many, and older than a step, is forgotten."""
+        """Note what is written; of too many keys, those older than a step are forgotten."""
         newest = next(reversed(self._written), key)
         if len(self._written) >= _NUM_KEYS and newest[1] != key[1]:
             old = [known for known in self._written if known[1] < key[1] - 1]
@@ -112,14 +112,11 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     Raises:
         RunDirectoryError: the file cannot be read, or a whole line is not a JSON object.
     """
-    try:
-        with open_to_read(path) as file:
-            return [
-                _parse(line, f"{path}: line {number}")
-                for number, line in enumerate(_whole_lines(file, path), 1)
-            ]
-    except OSError as error:
-        raise RunDirectoryError(f"{path}: cannot be read: {error.strerror or error}") from error
+    with _reading(path), open_to_read(path) as file:
+        return [
+            _parse(line, f"{path}: line {number}")
+            for number, line in enumerate(_whole_lines(file, path), 1)
+        ]
 
 
 def end_of_events(path: Path) -> int:
@@ -128,10 +125,8 @@ def end_of_events(path: Path) -> int:
     Raises:
         RunDirectoryError: the file is there but cannot be read.
     """
-    try:
+    with _reading(path):
         return end_of_rows(path)
-    except OSError as error:
-        raise RunDirectoryError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def follow_events(
@@ -156,9 +151,10 @@ def follow_events(
         while True:
             stopped = stop()  # asked before reading: what was written up to now is read below
             file = _newest(path, file)
-            for line in _lines_from(path, file, start):
-                start += len(line)
-                yield _parse(line, f"{path}: byte {start - len(line)}")
+            if file is not None:
+                for line in _whole_lines(file, path, start):
+                    start += len(line)
+                    yield _parse(line, f"{path}: byte {start - len(line)}")
             if stopped:
                 return
             time.sleep(poll_s)
@@ -169,34 +165,33 @@ def follow_events(
 
 def _newest(path: Path, file: BinaryIO | None) -> BinaryIO | None:
     """The file that is there now, opened; the one that was, if there is none."""
-    try:
+    with _reading(path), suppress(FileNotFoundError):
         if file is not None and os.path.samestat(path.stat(), os.fstat(file.fileno())):
             return file
         newest = open_to_read(path)
-    except FileNotFoundError:
-        return file
-    except OSError as error:
-        raise RunDirectoryError(f"{path}: cannot be read: {error.strerror or error}") from error
-    if file is not None:
-        file.close()
-    return newest
+        if file is not None:
+            file.close()
+        return newest
+    return file
 
 
-def _lines_from(path: Path, file: BinaryIO | None, start: int) -> Iterator[bytes]:
-    """The lines of a file from `start` on that are whole."""
-    if file is None:
-        return
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
     try:
-        file.seek(start)
-        yield from _whole_lines(file, path)
+        yield
     except OSError as error:
         raise RunDirectoryError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def _whole_lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    # A torn line is read anew next time: its writer may die, and the next one cut it.
-    while (line := file.readline(MAX_TEXT_BYTES)).endswith(b"\n"):
-        yield line
+def _whole_lines(file: BinaryIO, path: Path, start: int = 0) -> Iterator[bytes]:
+    """The lines of a file from byte `start` on, without a torn one at the end.
+
+    That one is read again next time: its writer may die, and the next writer truncates it.
+    """
+    with _reading(path):
+        file.seek(start)
+        while (line := file.readline(MAX_TEXT_BYTES)).endswith(b"\n"):
+            yield line
     if len(line) == MAX_TEXT_BYTES:
         raise RunDirectoryError(
             f"{path}: is damaged: a line of more than {MAX_TEXT_BYTES:,} bytes; {_ADVICE}"
@@ -206,13 +201,13 @@ def _whole_lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
 class _Keys:
     """Keys of the events of a session, in their order.
 
-    A value that a name is given back at a step (1, 2, 1) is another event, or readers would take
-    the one between for the last.
+    A value that a name returns to in a step (1, 2, 1) is another event: readers would else take the
+    one in between for the last.
     """
 
     def __init__(self) -> None:
         self._step = -1
-        self._turns = StageOrder()
+        self._repeats = RepeatCounts()
 
     def of(self, kind: str, values: Mapping[str, Any]) -> _Key | None:
         """The key of the next event; None for one that does not come again."""
@@ -222,14 +217,14 @@ class _Keys:
         if kind != "Logged":
             return kind, values["step"], *(values.get(name) for name in fields)
         if values["step"] != self._step:
-            self._step, self._turns = values["step"], StageOrder()
-        # Of a row, numbers that are not finite are text; and not all values can be hashed.
+            self._step, self._repeats = values["step"], RepeatCounts()
+        # As text, since values of rows cannot all be hashed, and are text where not finite.
         key = kind, values["step"], *(dumps(values.get(name) or "") for name in fields)
-        return *key, self._turns.add(key[2], key)
+        return *key, self._repeats.add(key[2], key)
 
 
 def _keys_of_session(rows: Iterable[Mapping[str, Any]]) -> list[_Key]:
-    """The keys of the rows since the start of the present session."""
+    """The keys of the rows since the start of the current session."""
     keys: list[_Key] = []
     known = _Keys()
     for row in rows:
@@ -243,7 +238,7 @@ def _keys_of_session(rows: Iterable[Mapping[str, Any]]) -> list[_Key]:
 
 
 def _ran_seconds(path: Path) -> float:
-    """How many seconds a run has taken by the newest row of its file; 0.0 where that is unknown."""
+    """The seconds that a run has taken by the newest row of its file; 0.0 if unknown."""
     with suppress(OSError, RunDirectoryError, KeyError, TypeError, ValueError):
         newest = _tail(path)[-1:]
         if newest and "ran_s" not in newest[0]:  # an earlier version has written it
@@ -255,14 +250,13 @@ def _ran_seconds(path: Path) -> float:
 
 
 def _tail(path: Path) -> list[dict[str, Any]]:
-    """The newest rows of a file: all of the last two steps, and what is in `_TAIL_BYTES`."""
+    """The newest rows of a file: at least those of the last two steps."""
     end, size = end_of_rows(path), _TAIL_BYTES
     while True:
         start = max(0, end - size)
-        file = _newest(path, None)
-        lines = list(_lines_from(path, file, start))
-        if file is not None:
-            file.close()
+        lines: list[bytes] = []
+        with _reading(path), suppress(FileNotFoundError), open_to_read(path) as file:
+            lines = list(_whole_lines(file, path, start))
         # In the middle of a file, the first line may be the end of one.
         rows = [_parse(line, str(path)) for line in lines[start > 0 :]]
         if start == 0 or (rows and rows[0]["step"] < rows[-1]["step"] - 1):

@@ -26,11 +26,11 @@ from lockstep.observe.sink import Sink
 from lockstep.observe.storing.files import AppendFile, opening
 
 
-class StageOrder:
-    """How often names have come to their values, in the order in which these are added.
+class RepeatCounts:
+    """How often each name has taken each of its values, in the order in which these are added.
 
-    Work that is done again after a fault gives each name the same values in the same order. So a
-    turn that a file has is told from one that it lacks, also of a value that comes back (1, 2, 1).
+    Work that is repeated after a fault gives each name the same values in the same order. So the
+    count tells a value that a file has from one that it lacks, even if a value returns (1, 2, 1).
     """
 
     def __init__(self) -> None:
@@ -38,65 +38,50 @@ class StageOrder:
         self._counts: dict[str, Counter[Hashable]] = {}
 
     def add(self, name: str, value: Hashable) -> int:
-        """Take the next value of a name; returns how often the name has come to it."""
+        """Count the next value of a name; returns how often the name has taken it."""
         counts = self._counts.setdefault(name, Counter())
         counts[value] += name not in self._last or self._last[name] != value
         self._last[name] = value
         return counts[value]
 
-    def lacks(self, name: str, value: Hashable, turn: int) -> bool:
-        """Whether a name has another value now, and has come to this one less than `turn` times."""
+    def lacks(self, name: str, value: Hashable, count: int) -> bool:
+        """Whether a name has another value now, and has taken this one fewer than `count` times."""
         known = self._counts.get(name, Counter())[value]
-        return known < turn and (name not in self._last or self._last[name] != value)
+        return known < count and (name not in self._last or self._last[name] != value)
 
-    def forget(self, names: Iterable[str]) -> None:
-        """Count the turns of some names anew; the last value of each stays."""
-        for name in names:
+    def forget(self, names: Iterable[str] | None = None) -> None:
+        """Start some names' counts from 0, or all; the last value of each stays."""
+        for name in list(self._counts) if names is None else names:
             self._counts.pop(name, None)
 
-    def forget_all(self) -> None:
-        """Count the turns of all names anew; the last value of each stays."""
-        self._counts.clear()
 
-
-COLUMNS = (
-    "step",
-    "epoch",
-    "split",
-    "loss",
-    "lr",
-    "grad_norm",
-    "samples_per_s",
-    "compute_efficiency",
-    "compute_s",
-    "communication_s",
-    "data_s",
-    "checkpoint_s",
-)
+_INDEX = ("step", "epoch", "split")
+_OF_STEP = ("loss", "lr", "grad_norm", "samples_per_s", "compute_efficiency")
+_OF_RANKS = ("compute_s", "communication_s", "data_s", "checkpoint_s")
+COLUMNS = (*_INDEX, *_OF_STEP, *_OF_RANKS)
 """The columns of every file; those of the task's metrics follow. A metric with the name of one
 of these is called `metric_<name>`, but for an evaluation's `loss`; unprintable characters in names
 are escaped."""
 
-_PLACE = ("step", "epoch", "split")
 _LOG = "log"
 """The split of what was logged."""
 
 Row = dict[str, str]
 _Counts = dict[str, int]
-"""By column, how often what was logged had come to the cell's value by then."""
+"""By column, how often what was logged had taken the cell's value by then."""
 
 
 class MetricsCsv(Sink):
     """Appends rows; the header grows when a metric appears for the first time.
 
-    When a run goes on from step k, as `RunStarted` says, the rows of later steps are removed:
-    they come again. A second row for the same step and split is not written, for work done again
-    after a fault gives the same values; nor is one of a step before the last. Of the split `log`
-    this holds for each cell, and for each time that a name comes to a value: of 1, 2, 1 all three
-    are written, for the last one counts.
+    When a run resumes from step k, as `RunStarted` says, the rows of later steps are removed: they
+    come again. A second row for the same step and split is not written, since work that is repeated
+    after a fault gives the same values; nor is one of a step before the last. In the split `log`
+    this holds for each cell, and for each time that a name takes a value: of 1, 2, 1 all three are
+    written, for the last one counts.
 
     Args:
-        path: path of the file; created if it is not there, else continued.
+        path: path of the file; created if it does not exist, else appended to.
 
     Raises:
         RunDirectoryError: the file cannot be opened, or is not a metrics file.
@@ -107,12 +92,12 @@ class MetricsCsv(Sink):
         self._columns: list[str] = list(COLUMNS)
         self._queue: list[tuple[Row, _Counts]] = []
         self._logged: tuple[Row, _Counts] = ({}, {})
-        self._logged_step, self._logged_at_step = -1, StageOrder()
+        self._logged_step, self._logged_at_step = -1, RepeatCounts()
         self._cut_after: int | None = None
         self._steps_per_epoch: int | None = None
         self._step = -1
         self._splits: set[str] = set()
-        self._written_at_step = StageOrder()
+        self._written_at_step = RepeatCounts()
         """What the file has of its last step, `_step`: of the split `log`, its cells."""
         with opening(path):
             self._file = AppendFile(path)
@@ -146,7 +131,7 @@ class MetricsCsv(Sink):
                 that has worked, so none will be there twice.
             RunDirectoryError: the file is not a metrics file.
         """
-        self._queue = [(row, turns) for row, turns in self._queue if int(row["step"]) <= step]
+        self._queue = [(row, counts) for row, counts in self._queue if int(row["step"]) <= step]
         self._cut_after = step
         self._drain()
 
@@ -161,26 +146,26 @@ class MetricsCsv(Sink):
     def _log(self, event: Logged) -> None:
         if event.kind != "scalar":
             return
-        row, turns = self._logged
+        row, counts = self._logged
         if not row:
             row |= _row(event, _LOG, self._steps_per_epoch)
         if self._logged_step != event.step:
-            self._logged_step, self._logged_at_step = event.step, StageOrder()
+            self._logged_step, self._logged_at_step = event.step, RepeatCounts()
         column, cell = _column(event.name), _number(event.value)
-        row[column], turns[column] = cell, self._logged_at_step.add(column, cell)
+        row[column], counts[column] = cell, self._logged_at_step.add(column, cell)
 
     def _end_logged(self) -> None:
-        """Have written what was logged at a step."""
+        """Queue what was logged at a step."""
         logged, self._logged = self._logged, ({}, {})
         if logged[0]:
             self._queue.append(logged)
 
     def _drain(self) -> None:
-        """Do what is left to do, in order; what cannot be done now stays for the next time."""
+        """Cut and write what is pending, in order; what cannot be done now stays pending."""
         if self._cut_after is not None:
             self._cut(self._cut_after)
             self._cut_after = None
-            self._written_at_step.forget_all()  # what is logged from now on does not come again
+            self._written_at_step.forget()  # what is logged from now on is no repetition
         while self._queue:
             missing = self._missing(*self._queue[0])
             if missing:
@@ -188,15 +173,15 @@ class MetricsCsv(Sink):
             del self._queue[0]
         self._file.flush()
 
-    def _missing(self, row: Row, turns: _Counts) -> Row:
-        """What of a row the file has to be given; empty if nothing."""
+    def _missing(self, row: Row, counts: _Counts) -> Row:
+        """The part of a row that the file lacks; empty if there is none."""
         if int(row["step"]) != self._step:
             return row if int(row["step"]) > self._step else {}
         if row["split"] != _LOG:
             return {} if row["split"] in self._splits else row
         there = self._written_at_step
-        new = [name for name, turn in turns.items() if there.lacks(name, row[name], turn)]
-        return {name: row[name] for name in row if name in new or name in _PLACE} if new else {}
+        new = [name for name, count in counts.items() if there.lacks(name, row[name], count)]
+        return {name: row[name] for name in row if name in new or name in _INDEX} if new else {}
 
     def _write(self, row: Row) -> None:
         late = [name for name in row if name not in self._columns]
@@ -209,11 +194,12 @@ class MetricsCsv(Sink):
 
     def _note(self, row: Row) -> None:
         if int(row["step"]) != self._step:
-            self._step, self._splits, self._written_at_step = int(row["step"]), set(), StageOrder()
+            self._step, self._splits = int(row["step"]), set()
+            self._written_at_step = RepeatCounts()
         self._splits.add(row["split"])
         if row["split"] == _LOG:
             for name, cell in row.items():
-                if cell and name not in _PLACE:
+                if cell and name not in _INDEX:
                     self._written_at_step.add(name, cell)
 
     def _cut(self, last_step: int) -> None:
@@ -259,7 +245,7 @@ class MetricsCsv(Sink):
         return RunDirectoryError(f"{self._path}: line {line}: {what}; move the file away")
 
     def _rewrite(self, columns: list[str], keep: Callable[[Row], bool]) -> None:
-        """Put a file with these columns and the kept rows in the place of the present one."""
+        """Replace the file by one with these columns and the rows to keep."""
         self._file.flush()
         with open_text(self._path) as old, replacing(self._path) as new:
             writer = csv.DictWriter(new, columns, restval="", lineterminator="\n")
@@ -271,20 +257,13 @@ class MetricsCsv(Sink):
 
 
 def _step_row(event: StepDone) -> Row:
-    ranks = event.ranks
+    sums = {name: sum(getattr(rank, name) for rank in event.ranks) for name in _OF_RANKS}
     return {
         "step": str(event.step),
         "epoch": str(event.epoch),
         "split": "train",
-        "loss": _number(event.loss),
-        "lr": _number(event.lr),
-        "grad_norm": _number(event.grad_norm),
-        "samples_per_s": _number(event.samples_per_s),
-        "compute_efficiency": _number(event.compute_efficiency),
-        "compute_s": _number(sum(rank.compute_s for rank in ranks)),
-        "communication_s": _number(sum(rank.communication_s for rank in ranks)),
-        "data_s": _number(sum(rank.data_s for rank in ranks)),
-        "checkpoint_s": _number(sum(rank.checkpoint_s for rank in ranks)),
+        **{name: _number(getattr(event, name)) for name in _OF_STEP},
+        **{name: _number(value) for name, value in sums.items()},
         **{_column(name): _number(value) for name, value in event.metrics.items()},
     }
 

@@ -45,13 +45,15 @@ class _Checked:
 
 _KEYS = tuple(_Checked.__dataclass_fields__)
 _NEEDED = _KEYS[: _KEYS.index("measured")]
+_FIRST = ("status", "reason", "step", "params_sha256", "metrics", "world_size", "wall_s")
+"""The keys at the beginning of the file."""
 
 
 class ResultJson(Sink):
     """Writes the result when the run ends.
 
-    The file of an earlier session is removed when a run starts: a run that is killed has none. One
-    that was complete before, and had nothing left to do, keeps what it was.
+    The file of an earlier session is removed when a run starts: a run that is killed has none. A
+    run that was complete before, with nothing left to do, keeps its result.
     Keys: `status` (completed, stopped, failed), `reason`, `step`, `params_sha256` (null when
     failed), `metrics`, `arrays` (metrics of more than one number), `world_size`, `wall_s`,
     `exit_code`, `error` (class name, null unless failed), `task`, `config_hash`, `run_dir`,
@@ -103,7 +105,7 @@ class ResultJson(Sink):
         self._write()
 
     def _kept(self, result: dict[str, Any]) -> dict[str, Any]:
-        """The result of an earlier session, if this one has only found that it was complete."""
+        """The result of an earlier session, if this one had nothing left to do."""
         same = ("status", "step", "params_sha256", "config_hash", "test_step", "arrays")
         if any(self._before.get(key) != result[key] for key in same):
             return result
@@ -115,7 +117,8 @@ class ResultJson(Sink):
         return {**result, **self._before, **{key: result[key] for key in ("run_dir", "checkpoint")}}
 
     def _common(self) -> dict[str, Any]:
-        now, plan = self._clock(), self._plan
+        now, plan, cost = self._clock(), self._plan, self._cost
+        predicted = cost.predicted if cost else None
         return {
             "world_size": plan.world_size if plan else None,
             "wall_s": now - self._started_at,
@@ -123,14 +126,15 @@ class ResultJson(Sink):
             "config_hash": plan.config_hash if plan else None,
             "run_dir": plan.run_dir if plan else str(self._path.parent),
             "finished_at": datetime.fromtimestamp(now, timezone.utc).isoformat(),
-            **_costs(self._cost),
+            "measured": cost.measured if cost else None,
+            "predicted": vars(predicted) | {"by": cost.by} if cost and predicted else None,
+            "predicted_reason": cost.reason if cost else "",
         }
 
     def _write(self) -> None:
         if self._pending is None:
             return
-        order = ("status", "reason", "step", "params_sha256", "metrics", "world_size", "wall_s")
-        result = {key: self._pending[key] for key in order} | self._pending
+        result = {key: self._pending[key] for key in _FIRST} | self._pending
         lines = (f"  {dumps(key)}: {dumps(value)}" for key, value in result.items())
         with replacing(self._path) as file:
             file.write("{\n" + ",\n".join(lines) + "\n}\n")
@@ -181,33 +185,10 @@ def cost_of(result: Mapping[str, Any]) -> Measured | None:
     )
 
 
-def _costs(cost: Measured | None) -> dict[str, Any]:
-    """The keys of a result that tell what steps have cost."""
-    predicted = cost.predicted if cost else None
-    return {
-        "measured": cost.measured if cost else None,
-        "predicted": vars(predicted) | {"by": cost.by} if cost and predicted else None,
-        "predicted_reason": cost.reason if cost else "",
-    }
-
-
 def _finished(event: Finished) -> dict[str, Any]:
-    return {
-        "status": event.status,
-        "reason": event.reason,
-        "step": event.step,
-        "params_sha256": event.params_sha256,
-        "metrics": event.metrics,
-        "arrays": event.arrays,
-        "world_size": event.world_size,
-        "wall_s": event.wall_s,
-        "exit_code": event.exit_code,
-        "error": None,
-        "checkpoint": event.checkpoint,
-        "test_step": event.test_step,
-        **({"carry_sha256": event.carry_sha256} if event.carry_sha256 else {}),
-        **({"tables_sha256": event.tables_sha256} if event.tables_sha256 else {}),
-    }
+    absent = [key for key in ("carry_sha256", "tables_sha256") if not getattr(event, key)]
+    values = {key: value for key, value in vars(event).items() if key not in absent}
+    return values | {"error": None}
 
 
 def _failed(event: Failed, step: int) -> dict[str, Any]:

@@ -18,11 +18,11 @@ from lockstep.observe.storing.rows import scalars_of
 class TensorBoard(Sink):
     """Writes `train/*`, `time/*`, `<split>/*` and `log/*`.
 
-    When a run goes on from step k, as `RunStarted` says, TensorBoard is told to hide what an
+    When a run resumes from step k, as `RunStarted` says, TensorBoard is made to hide what an
     earlier session wrote of later steps.
 
     Args:
-        directory: directory of the event files; created if it is not there.
+        directory: directory of the event files; created if it does not exist.
 
     Raises:
         ConfigError: TensorBoard is not installed.
@@ -51,7 +51,7 @@ class TensorBoard(Sink):
             self.close()
             self._purge_step = event.step + 1
         elif isinstance(event, (StepDone, Evaluated)):
-            self._write_scalars(event.step, scalars_of(event))
+            self._write(lambda writer: _add_scalars(writer, event))
         elif isinstance(event, Logged):
             self._write(lambda writer: _add_logged(writer, event))
         elif isinstance(event, (Finished, Failed)):
@@ -62,13 +62,6 @@ class TensorBoard(Sink):
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
-
-    def _write_scalars(self, step: int, scalars: dict[str, float]) -> None:
-        def write(writer: Any) -> None:
-            for name, value in scalars.items():
-                writer.add_scalar(name, value, step)
-
-        self._write(write)
 
     def _write(self, write: Callable[[Any], None]) -> None:
         try:
@@ -84,10 +77,15 @@ class TensorBoard(Sink):
             raise
 
 
+def _add_scalars(writer: Any, event: Event) -> None:
+    for name, value in scalars_of(event).items():
+        writer.add_scalar(name, value, event.step)
+
+
 def _add_logged(writer: Any, event: Logged) -> None:
     tag = f"log/{event.name}"
     if event.kind == "scalar":
-        writer.add_scalar(tag, event.value, event.step)
+        _add_scalars(writer, event)
     elif event.kind == "text":
         writer.add_text(tag, event.text, event.step)
     elif event.kind == "histogram":

@@ -1,9 +1,9 @@
 """The process of one tracker: lines of JSON in, calls of MLflow, Trackio or Weights & Biases out.
 
-Started by `TrackerSink` as `python -m lockstep.observe.trackers.process NAME FOLDER`. It takes
-messages from standard input until that ends, also where the rank that started it was killed, and
-reports each kind of error once, as a line on standard output. What the library prints goes to where
-standard error goes.
+Started by `TrackerSink` as `python -m lockstep.observe.trackers.process NAME FOLDER`. It reads
+messages from standard input until that ends, which it also does if the rank that started it is
+killed, and reports each kind of error once, as a line on standard output. What the library prints
+goes to standard error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from lockstep.config.files import open_regular, read_text, replacing
 from lockstep.config.parsing import parse_object
@@ -30,14 +30,14 @@ from lockstep.config.parsing import parse_object
 
 @dataclass(frozen=True)
 class Opening:
-    """What a tracker is told of a run when it is opened.
+    """The run that a tracker is to open.
 
     Attributes:
         task: name of the task, which names the project or experiment.
         run_dir: path of the run directory.
-        folder: folder for what the library keeps.
+        folder: folder for the library's files.
         params: keys of the config with their values.
-        run_id: the tracker's name for the run, if an earlier session has opened it; else empty.
+        run_id: the tracker's id of the run, if an earlier session has opened it; else empty.
     """
 
     task: str
@@ -51,14 +51,14 @@ class Tracker(ABC):
     """A run in a tracker. Its methods may raise anything, and may block.
 
     Attributes:
-        run_id: the tracker's name for the run, by which it is opened again.
+        run_id: the tracker's id of the run, by which it is opened again.
     """
 
     run_id: str
 
     @abstractmethod
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Take values of a step; called for ascending steps, for one more than once with others."""
+        """Take values of a step; steps ascend, and one may come again with other names."""
 
     @abstractmethod
     def picture(self, step: int, name: str, path: Path) -> None:
@@ -66,7 +66,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def end(self, status: str) -> None:
-        """Complete what was taken, and let go.
+        """Complete and release the run.
 
         Args:
             status: `completed`, `stopped`, `failed`, or empty where the run was killed.
@@ -74,15 +74,16 @@ class Tracker(ABC):
 
 
 _STATUS = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-_MOST_PARAMS = 100
-"""The most that MLflow takes at once; a value has at most `_MOST_LETTERS`."""
-_MOST_LETTERS = 500
+_MAX_PARAMS = 100
+"""The most parameters that MLflow takes at once."""
+_MAX_VALUE = 500
+"""The most characters of a parameter's value in MLflow."""
 _FOREIGN = re.compile(r"[^A-Za-z0-9_. /:-]")
-"""Signs that names in MLflow cannot have."""
+"""Characters that names in MLflow cannot have."""
 
 
 class MlflowRun(Tracker):
-    """Keeps a run by MLflow's client, which has no state beside the run's number."""
+    """A run in MLflow, by its client, which has no state but the run's id."""
 
     def __init__(self, opening: Opening) -> None:
         """Open the run, or make it."""
@@ -90,18 +91,24 @@ class MlflowRun(Tracker):
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         self._entities: Any = importlib.import_module("mlflow.entities")
         client: Any = importlib.import_module("mlflow.tracking").MlflowClient
-        elsewhere = os.environ.get("MLFLOW_TRACKING_URI")
-        uri = elsewhere or f"sqlite:///{opening.folder.resolve() / 'mlflow.db'}"
+        server = os.environ.get("MLFLOW_TRACKING_URI")
+        uri = server or f"sqlite:///{opening.folder.resolve() / 'mlflow.db'}"
         self._client = client(tracking_uri=uri, registry_uri=uri)
         if opening.run_id:
             self.run_id = opening.run_id
             self._client.update_run(self.run_id, status="RUNNING")
         else:
-            artifacts = None if elsewhere else (opening.folder.resolve() / "artifacts").as_uri()
+            artifacts = None if server else (opening.folder.resolve() / "artifacts").as_uri()
             experiment = self._experiment(opening.task, artifacts)
             name = opening.run_dir.resolve().name
             self.run_id = self._client.create_run(experiment, run_name=name).info.run_id
-            self._add_params(opening.params)
+            params = [
+                self._entities.Param(key, str(value)[:_MAX_VALUE])
+                for key, value in opening.params.items()
+            ]
+            for first in range(0, len(params), _MAX_PARAMS):
+                part = params[first : first + _MAX_PARAMS]
+                self._client.log_batch(self.run_id, params=part)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values of a step, all at once."""
@@ -127,27 +134,34 @@ class MlflowRun(Tracker):
             return str(known.experiment_id)
         return str(self._client.create_experiment(name, artifact_location=artifacts))
 
-    def _add_params(self, params: Mapping[str, Any]) -> None:
-        all_params = [
-            self._entities.Param(key, str(value)[:_MOST_LETTERS]) for key, value in params.items()
-        ]
-        for first in range(0, len(all_params), _MOST_PARAMS):
-            part = all_params[first : first + _MOST_PARAMS]
-            self._client.log_batch(self.run_id, params=part)
+
+class _LoggingRun(Tracker):
+    """A run of a library that has W&B's API."""
+
+    _library: Any
+    _run: Any
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the values of a step."""
+        self._run.log(dict(values), step=step)
+
+    def picture(self, step: int, name: str, path: Path) -> None:
+        """Log a picture of a step."""
+        self._run.log({f"log/{name}": self._library.Image(str(path))}, step=step)
 
 
-class TrackioRun(Tracker):
-    """Keeps a run in an SQLite file; `trackio show` reads it."""
+class TrackioRun(_LoggingRun):
+    """A run in Trackio, in an SQLite file; `trackio show` reads it."""
 
     def __init__(self, opening: Opening) -> None:
         """Open the run, or make it."""
-        # It is read when the package is imported.
+        # The package reads it when it is imported.
         os.environ.setdefault("TRACKIO_DIR", str(opening.folder.resolve()))
-        self._trackio: Any = importlib.import_module("trackio")
-        # A run goes on by its name, which must be no other run's in a shared folder.
+        self._library = importlib.import_module("trackio")
+        # A run is resumed by its name, which must be unique in a shared folder.
         name = f"{opening.run_dir.resolve().name}-{secrets.token_hex(4)}"
         self.run_id = opening.run_id or name
-        self._run = self._trackio.init(
+        self._run = self._library.init(
             project=re.sub(r"[^A-Za-z0-9_-]", "_", opening.task) or "run",
             name=self.run_id,
             resume="allow",
@@ -157,31 +171,23 @@ class TrackioRun(Tracker):
             auto_log_cpu=False,
         )
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the values of a step."""
-        self._run.log(dict(values), step=step)
-
-    def picture(self, step: int, name: str, path: Path) -> None:
-        """Log a picture of a step."""
-        self._run.log({f"log/{name}": self._trackio.Image(str(path))}, step=step)
-
     def end(self, status: str) -> None:
-        """Write what is kept in memory."""
+        """Write what is in memory."""
         self._run.finish()
 
 
-class WandbRun(Tracker):
-    """Keeps a run; `wandb sync` uploads what was kept offline, each session into the same run."""
+class WandbRun(_LoggingRun):
+    """A run in Weights & Biases; `wandb sync` uploads offline sessions into one run."""
 
     def __init__(self, opening: Opening) -> None:
         """Open the run, or make it."""
-        self._wandb: Any = importlib.import_module("wandb")
+        self._library = importlib.import_module("wandb")
         self.run_id = opening.run_id or secrets.token_hex(4)
-        # What is neither printed nor measured here: ranks run in another process.
-        settings = self._wandb.Settings(
+        # Without what it would print and measure of this process: ranks are other processes.
+        settings = self._library.Settings(
             silent=True, console="off", x_disable_stats=True, disable_git=True, save_code=False
         )
-        self._run = self._wandb.init(
+        self._run = self._library.init(
             project=os.environ.get("WANDB_PROJECT") or opening.task,
             id=self.run_id,
             name=opening.run_dir.resolve().name,
@@ -192,35 +198,25 @@ class WandbRun(Tracker):
             settings=settings,
         )
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the values of a step."""
-        self._run.log(dict(values), step=step)
-
-    def picture(self, step: int, name: str, path: Path) -> None:
-        """Log a picture, beside the values of its step."""
-        self._run.log({f"log/{name}": self._wandb.Image(str(path))}, step=step)
-
     def end(self, status: str) -> None:
         """Complete the run's file."""
         self._run.finish(exit_code=0 if status in ("completed", "stopped") else 1)
 
 
 _CLASSES: dict[str, Callable[[Opening], Tracker]] = {
-    "mlflow": MlflowRun,
-    "trackio": TrackioRun,
-    "wandb": WandbRun,
-}
+    "mlflow": MlflowRun, "trackio": TrackioRun, "wandb": WandbRun,
+}  # fmt: skip
 _STATE = "state.json"
 _SAVE_EVERY_S = 1.0
 _OF_PICTURE = "picture: "
-"""Before the names of pictures, which metrics may have too."""
+"""Prefix that tells a picture from a metric of the same name."""
 
 
 class Work:
-    """Does what messages ask for; what a tracker has had of a step is not given to it again.
+    """Executes messages; a tracker never receives a value of a step twice.
 
-    Steps that are done again after a resume have the same metrics as before. Of those before the
-    newest step that the tracker has had it has had all.
+    Steps that are repeated after a resume have the same metrics as before, and of the steps before
+    the newest one the tracker has received everything.
 
     Args:
         make: function that opens a run in a tracker.
@@ -233,14 +229,14 @@ class Work:
         self._tracker: Tracker | None = None
         self._newest = self._known = -1
         self._had: set[str] = set()
-        """Names of what the tracker has had of step `_newest`."""
+        """Names of what the tracker has received of step `_newest`."""
         self._known_of_newest: set[str] = set()
-        """Names of what an earlier session has given it of step `_known`."""
+        """Names of what it received of step `_known` from an earlier session."""
         self._saved_at = 0.0
         self._status = ""
 
     def do(self, message: dict[str, Any]) -> None:
-        """Do what a message asks for; what comes before `open`, or if that failed, is dropped."""
+        """Execute a message; without a successful `open` before it, it is dropped."""
         kind = message["do"]
         if kind == "open":
             self._open(message)
@@ -260,17 +256,17 @@ class Work:
                 self._save()
 
     def _give(self, tracker: Tracker, message: dict[str, Any]) -> None:
-        """Give the tracker what it has not had of metrics or a picture."""
-        step, is_picture = message["step"], message["do"] == "picture"
+        """Give the tracker what it has not received of metrics or a picture."""
+        step = message["step"]
         had = self._known_of_newest if step == self._known else set()
-        if is_picture:
+        if message["do"] == "picture":
             names = {_OF_PICTURE + message["name"]} - had
             if names:
                 tracker.picture(step, message["name"], Path(message["path"]))
         else:
-            values = {name: v for name, v in message["values"].items() if name not in had}
-            names = {*values}
-            if values:
+            names = message["values"].keys() - had
+            if names:
+                values = {name: v for name, v in message["values"].items() if name in names}
                 tracker.metrics(step, values)
         if step > self._newest:
             self._newest, self._had = step, set()
@@ -281,19 +277,12 @@ class Work:
         state: dict[str, Any] = {}
         if (self._folder / _STATE).exists():
             state = parse_object(read_text(self._folder / _STATE))
-        run_id = str(state.get("run_id", ""))
         self._known = self._newest = int(state.get("newest", -1))
         self._had = {str(name) for name in state.get("had", ())}
         self._known_of_newest = {*self._had}
-        self._tracker = self._make(
-            Opening(
-                task=message["task"],
-                run_dir=Path(message["run_dir"]),
-                folder=self._folder,
-                params=message["params"],
-                run_id=run_id,
-            )
-        )
+        run_dir, run_id = Path(message["run_dir"]), str(state.get("run_id", ""))
+        opening = Opening(message["task"], run_dir, self._folder, message["params"], run_id)
+        self._tracker = self._make(opening)
         self._save()
 
     def _save(self) -> None:
@@ -305,9 +294,9 @@ class Work:
 
 
 def serve(lines: Iterable[bytes], work: Work, report: Callable[[str], None]) -> None:
-    """Do what lines ask for, to their end; errors of a kind of message are reported once.
+    """Execute messages to their end; errors of a kind of message are reported once.
 
-    A last line without an end is what a rank that was killed had not finished: it is dropped.
+    A last line without a line end was not finished by a rank that was killed: it is dropped.
     """
     failed: set[str] = set()
 
@@ -329,7 +318,7 @@ def serve(lines: Iterable[bytes], work: Work, report: Callable[[str], None]) -> 
 
 def main(name: str, folder: Path) -> None:
     """Serve one tracker, from standard input."""
-    # Ctrl-C and a scheduler's notice go to the whole group; this process ends by its input.
+    # Ctrl-C and a scheduler's notice reach the whole process group; this one ends with its input.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with os.fdopen(os.dup(0), "rb") as lines, os.fdopen(os.dup(1), "w") as reports:
@@ -337,20 +326,13 @@ def main(name: str, folder: Path) -> None:
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         lock = open_regular(folder / ".lock", os.O_RDWR | os.O_CREAT)
-        # The process of a rank that was lost may have something left to write.
+        # The process of a rank that was lost may still be writing.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        serve(lines, Work(lambda opening: _opened(name, opening), folder), _reporter(reports))
 
+        def report(problem: str) -> None:
+            print(json.dumps({"problem": problem}), file=reports, flush=True)
 
-def _reporter(reports: TextIO) -> Callable[[str], None]:
-    def report(problem: str) -> None:
-        print(json.dumps({"problem": problem}), file=reports, flush=True)
-
-    return report
-
-
-def _opened(name: str, opening: Opening) -> Tracker:
-    return _CLASSES[name](opening)
+        serve(lines, Work(_CLASSES[name], folder), report)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A sink that feeds a tracker in a process of its own, and never waits for it while training."""
+"""The sink of a tracker, which runs in a process of its own so that training never waits for it."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from lockstep.observe.trackers import FOLDER, PACKAGES
 
 _MOST_WAITING = 10_000
 _END_S = 60.0
-_PLACES = ("LOCKSTEP_", "OMPI_", "PMI_", "PMIX_")
-"""Prefixes of variables that tell a rank its place, which the tracker's process does not have."""
+_OF_RANKS = ("LOCKSTEP_", "OMPI_", "PMI_", "PMIX_")
+"""Prefixes of environment variables that make a process a rank, which the tracker's is not."""
 
 
 class TrackerSink(Sink):
-    """Hands what curves are made of, and pictures, to a tracker.
+    """Sends the values of curves, and pictures, to a tracker.
 
-    What is logged at a step goes along with the next event of another kind. So it is handed over
-    before a checkpoint of that step is on disk: a run resumed from it would not log it again.
+    What is logged at a step is sent with the next event of another kind. So it is sent before a
+    checkpoint of that step is on disk: a run resumed from there would not log it again.
 
-    What it may fail with becomes an `OSError`, once, when the next event comes. If the tracker is
-    slower than training, messages wait, up to a bound; what comes beyond is lost.
+    A failure of the tracker becomes an `OSError`, once, at the next event. If the tracker is slower
+    than training, messages wait in a bounded queue; those that do not fit are lost.
 
     Args:
-        name: of the tracker.
+        name: name of the tracker.
         run_dir: path of the run directory.
         params: keys of the config with their values.
-        command: command that serves a tracker; by default that of the tracker's name.
-        end_s: seconds that closing waits for what is left to be taken.
+        command: command that serves a tracker; by default the module `process`.
+        end_s: seconds that `close` waits for the tracker to take the rest.
 
     Raises:
         ConfigError: the tracker's package is not installed.
@@ -67,7 +67,7 @@ class TrackerSink(Sink):
         self._name, self._run_dir, self._params, self._end_s = name, run_dir, params, end_s
         self._row: dict[str, float] = {}
         self._step = -1
-        self._is_open = self._is_told = False
+        self._is_open = self._is_reported = False
         self._problem = ""
         self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue(_MOST_WAITING)
         folder = run_dir / FOLDER / name
@@ -80,7 +80,7 @@ class TrackerSink(Sink):
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=output,
-                    env={k: v for k, v in os.environ.items() if not k.startswith(_PLACES)},
+                    env={k: v for k, v in os.environ.items() if not k.startswith(_OF_RANKS)},
                 )
         self._threads = [
             threading.Thread(target=target, args=(self._process,), daemon=True)
@@ -90,7 +90,7 @@ class TrackerSink(Sink):
             thread.start()
 
     def __call__(self, event: Event) -> None:
-        """Queue what the tracker is to have of an event.
+        """Queue what the tracker is to receive of an event.
 
         Raises:
             OSError: the tracker has failed, once.
@@ -114,10 +114,10 @@ class TrackerSink(Sink):
             self._step = event.step if values else self._step
             if not isinstance(event, Logged):
                 self._end_row()
-        self._tell()
+        self._raise_problem()
 
     def close(self) -> None:
-        """Let the tracker take what is left, and wait for that up to a bound.
+        """Wait until the tracker has taken the rest, for at most `end_s` seconds.
 
         Raises:
             OSError: it has failed, or has not taken all.
@@ -138,7 +138,7 @@ class TrackerSink(Sink):
             thread.join(1.0)
         if process.returncode:
             self._problem = self._problem or f"its process ended with {process.returncode}"
-        self._tell()
+        self._raise_problem()
 
     def _end_row(self) -> None:
         row, self._row = self._row, {}
@@ -151,35 +151,32 @@ class TrackerSink(Sink):
         except queue.Full:
             self._problem = self._problem or "is slower than training: some values are lost"
 
-    def _tell(self) -> None:
-        if self._problem and not self._is_told:
-            self._is_told = True
+    def _raise_problem(self) -> None:
+        if self._problem and not self._is_reported:
+            self._is_reported = True
             log = self._run_dir / FOLDER / self._name / "output.log"
             raise OSError(f"tracker {self._name}: {self._problem} (see {log})")
 
     def _send(self, process: subprocess.Popen[bytes]) -> None:
         """Write messages to the process until there are no more; called in a thread."""
         assert process.stdin is not None
-        is_broken = False
-        while (message := self._messages.get()) is not None:
-            try:
-                if not is_broken:
-                    process.stdin.write(json.dumps(message).encode() + b"\n")
-                    process.stdin.flush()
-            except (OSError, ValueError) as error:
-                is_broken = True
-                self._problem = self._problem or f"its process does not read: {error}"
+        messages = iter(self._messages.get, None)
         try:
-            process.stdin.close()
-        except OSError as error:
+            with process.stdin as stdin:
+                for message in messages:
+                    stdin.write(json.dumps(message).encode() + b"\n")
+                    stdin.flush()
+        except (OSError, ValueError) as error:
             self._problem = self._problem or f"its process does not read: {error}"
+            for _ in messages:  # so that the queue does not fill
+                pass
 
     def _receive(self, process: subprocess.Popen[bytes]) -> None:
-        """Take note of the first problem that the process reports; called in a thread."""
+        """Note the first problem that the process reports; called in a thread."""
         assert process.stdout is not None
         with process.stdout as reports:
             for line in reports:
-                said = line.decode(errors="replace").strip()
+                problem = line.decode(errors="replace").strip()
                 with suppress(ValueError):
-                    said = str(parse_object(line).get("problem", said))
-                self._problem = self._problem or said
+                    problem = str(parse_object(line).get("problem", problem))
+                self._problem = self._problem or problem

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from lockstep.parallel.compression.reduction import CompressedReduction, Summed, flat_totals
 from lockstep.parallel.fold import Row, TensorSpecs, laid_out, views
-from lockstep.parallel.reduction import OrderedReduction
 
 
 class Matrix(NamedTuple):
@@ -143,9 +142,17 @@ class LowRankReduction(CompressedReduction):
         ]
         exact = summed.ordered(segments, left)
         self._sums = exact.total.segments[: len(left)]
-        self._right = RightSums(summed, self._matrices)
-        beside = Row(exact.total.segments[len(left) :], exact.total.scalars)
-        self._flat, self.total = flat_totals(summed, beside)
+        # The matrices of a segment come one after the other.
+        used = sorted({m.segment for m in self._matrices})
+        right_segments, self._right_specs = laid_out(
+            [summed.segments[s] for s in used],
+            [[_right(m) for m in self._matrices if m.segment == s] for s in used],
+            _UNIT,
+        )
+        self._right = summed.ordered_of(right_segments, self._right_specs)
+        self._no_scalars = torch.zeros(0, dtype=torch.float64, device=summed.device)
+        exact_sums = Row(exact.total.segments[len(left) :], exact.total.scalars)
+        self._flat, self.total = flat_totals(summed, exact_sums)
         super().__init__(summed, summed.segments, summed.specs, exact)
 
     def restart(self) -> None:
@@ -176,10 +183,12 @@ class LowRankReduction(CompressedReduction):
         lefts = [orthonormal(sums[m.segment][m.tensor]) for m in self._matrices]
         self._right.restart()
         for leaf in self._waiting:
-            self._right.add(self._cut(leaf, lefts))
+            self._right.fold.add(list(self._cut(leaf, lefts)), self._no_scalars)
         self._summed.at("factors")
-        # Whoever gets this sum knows that all ranks have finished what their leaves leave.
-        rights = self._right.reduce()
+        # A rank that gets this sum knows that all ranks have computed the errors of their leaves.
+        self._right.reduce()
+        pairs = zip(self._right.total.segments, self._right_specs, strict=True)
+        rights = [view.clone() for segment, of in pairs for view in views(segment, of)]
         flat = [views(s, of) for s, of in zip(self._flat.segments, self._summed.specs, strict=True)]
         for number, whole in enumerate(self._whole):
             for tensor in whole:
@@ -198,49 +207,9 @@ class LowRankReduction(CompressedReduction):
             yield right
 
 
-class RightSums:
-    """Sums right factors of leaves over all ranks, along the canonical tree."""
-
-    def __init__(self, summed: Summed, of: Sequence[Matrix]) -> None:
-        """Lay out the memory.
-
-        Args:
-            summed: what the leaves are.
-            of: the matrices, those of a segment one after the other.
-        """
-        used = sorted({m.segment for m in of})
-        segments, self._specs = laid_out(
-            [summed.segments[s] for s in used],
-            [[torch.Size([m.columns, m.rank]) for m in of if m.segment == s] for s in used],
-            _UNIT,
-        )
-        self._reduction = OrderedReduction(
-            summed.transport,
-            segments,
-            self._specs,
-            num_scalars=0,
-            num_header=0,
-            num_microbatches=summed.num_microbatches,
-            ranges=summed.ranges,
-            device=summed.device,
-            bucket_bytes=summed.bucket_bytes,
-        )
-        self._no_scalars = torch.zeros(0, dtype=torch.float64, device=summed.device)
-
-    def restart(self) -> None:
-        """Forget all leaves."""
-        self._reduction.restart()
-
-    def add(self, factors: Iterable[Tensor]) -> None:
-        """Add the right factors of the next leaf, [columns, rank] each."""
-        self._reduction.fold.add(list(factors), self._no_scalars)
-
-    def reduce(self) -> list[Tensor]:
-        """The sum over all ranks, as new tensors."""
-        self._reduction.reduce()
-        pairs = zip(self._reduction.total.segments, self._specs, strict=True)
-        return [view.clone() for segment, of in pairs for view in views(segment, of)]
-
-
 def _left(matrix: Matrix) -> torch.Size:
     return torch.Size([matrix.rows, matrix.rank])
+
+
+def _right(matrix: Matrix) -> torch.Size:
+    return torch.Size([matrix.columns, matrix.rank])

@@ -29,7 +29,7 @@ class LeafStates(Protocol):
 
     @property
     def agreed(self) -> Sequence[Tensor]:
-        """What the sums of the step before have come to beside the gradient; on all ranks.
+        """What the sums of the step before have come to besides the gradient; on all ranks.
 
         Of integers, for each segment, the greatest exponents that any microbatch expects, int16
         [blocks]; of low rank, for each matrix, the right factor of its sum.
@@ -103,7 +103,7 @@ class Summed:
         specs: for each of them, the (offset, shape) of each tensor of a leaf.
         exact_segments: segments that travel as they are.
         exact_specs: for each of those, its tensors, which come last in a leaf.
-        num_scalars: number of float64 sums beside the gradient.
+        num_scalars: number of float64 sums besides the gradient.
         num_header: number of float64 values in each rank's header.
         num_microbatches: number of leaves.
         ranges: range of microbatches of each rank, in order, without gaps.
@@ -139,12 +139,27 @@ class Summed:
             specs: tensors of these.
             more_header: number of values behind each rank's header.
         """
-        return OrderedReduction(
-            self.transport,
+        return self.ordered_of(
             [*segments, *self.exact_segments],
             [*specs, *self.exact_specs],
-            num_scalars=self.num_scalars,
-            num_header=self.num_header + more_header,
+            self.num_scalars,
+            self.num_header + more_header,
+        )
+
+    def ordered_of(
+        self,
+        segments: Sequence[Segment],
+        specs: TensorSpecs,
+        num_scalars: int = 0,
+        num_header: int = 0,
+    ) -> OrderedReduction:
+        """An ordered reduction of these segments alone, over the same ranks."""
+        return OrderedReduction(
+            self.transport,
+            segments,
+            specs,
+            num_scalars=num_scalars,
+            num_header=num_header,
             num_microbatches=self.num_microbatches,
             ranges=self.ranges,
             device=self.device,

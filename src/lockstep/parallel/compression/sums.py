@@ -110,8 +110,8 @@ class DrawnReduction(CompressedReduction):
         kept, specs = laid_out(summed.segments, [[torch.Size([sum(of)])] for of in counts], 1)
         exact = summed.ordered(kept, specs)
         self._sums = exact.total.segments[: len(kept)]
-        beside = Row(exact.total.segments[len(kept) :], exact.total.scalars)
-        self._flat, self.total = flat_totals(summed, beside)
+        exact_sums = Row(exact.total.segments[len(kept) :], exact.total.scalars)
+        self._flat, self.total = flat_totals(summed, exact_sums)
         super().__init__(summed, summed.segments, summed.specs, exact)
 
     def restart(self) -> None:

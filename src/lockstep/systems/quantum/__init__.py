@@ -14,7 +14,7 @@ from lockstep.config.lazy import lazy_names
 from lockstep.launching.systems import CommandGroup, System
 
 if TYPE_CHECKING:
-    from lockstep.systems.quantum.analysis.expressibility import (
+    from lockstep.systems.quantum.analysis import (
         entangling_capability,
         expressibility,
         fidelities,

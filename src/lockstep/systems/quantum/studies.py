@@ -9,8 +9,8 @@ from typing import Any, Literal
 from lockstep.config.parsing import parse_int
 from lockstep.errors import ConfigError
 from lockstep.observe.figures import new_figure, picture_path, save
-from lockstep.systems.quantum.analysis.ansaetze import ANSAETZE
-from lockstep.systems.quantum.analysis.expressibility import (
+from lockstep.systems.quantum.analysis import (
+    ANSAETZE,
     decay,
     entangling_capability,
     expressibility,

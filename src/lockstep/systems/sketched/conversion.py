@@ -47,16 +47,17 @@ def table(report: dict[str, Any]) -> list[str]:
 
     `trained` are parameters, `kept` is the part of the dense layer's numbers that a checkpoint has.
     """
-    rows = [_HEADER, *(_row(layer) for layer in report["layers"])]
-    before = sum(layer["dense_parameters"] for layer in report["layers"])
-    after = sum(layer["parameters"] for layer in report["layers"])
-    seconds = [
-        sum(layer[key] for layer in report["layers"]) for key in ("dense_seconds", "seconds")
-    ]
-    kept = [sum(layer[key] for layer in report["layers"]) for key in ("dense_kept", "kept")]
-    counts = (f"{before:,} → {after:,}", f"{kept[1] / kept[0]:.0%}")
-    total = ("together", "", "", "", "", *counts)
-    rows.append((*total, f"{seconds[0] / seconds[1]:.2f}x"))
+    layers = report["layers"]
+
+    def total(key: str) -> Any:
+        return sum(layer[key] for layer in layers)
+
+    together = (
+        f"{total('dense_parameters'):,} → {total('parameters'):,}",
+        f"{total('kept') / total('dense_kept'):.0%}",
+        f"{total('dense_seconds') / total('seconds'):.2f}x",
+    )
+    rows = [_HEADER, *map(_row, layers), ("together", "", "", "", "", *together)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
     lines = [
         "  ".join(

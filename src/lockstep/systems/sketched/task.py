@@ -79,19 +79,6 @@ def mlp(config: SketchedConfig, features: int, classes: int) -> nn.Sequential:
     return shard(nn.Sequential(*network), _plan_of(chain))
 
 
-class Tokens(nn.Module):
-    """Images [N, 1, S, S] as tokens [N, tokens, pixels]: rows, or square patches."""
-
-    def __init__(self, patch: tuple[int, int]) -> None:
-        """Cut images into parts of height and width `patch`."""
-        super().__init__()
-        self.patch = patch
-
-    def forward(self, images: Tensor) -> Tensor:
-        """The parts of each image, from the upper left one on."""
-        return F.unfold(images, self.patch, stride=self.patch).transpose(1, 2)
-
-
 class ExactAttention(nn.Module):
     """Multi-head softmax attention over all pairs of tokens."""
 
@@ -155,9 +142,9 @@ class Start(nn.Module):
         """Make the block; its layer gets the next number of `layers`."""
         super().__init__()
         size = config.image_size
-        patch = (1, size) if config.tokens == "rows" else (config.patch_size,) * 2
-        num_tokens, pixels = size * size // (patch[0] * patch[1]), patch[0] * patch[1]
-        self.tokens = Tokens(patch)
+        self.patch = (1, size) if config.tokens == "rows" else (config.patch_size,) * 2
+        pixels = self.patch[0] * self.patch[1]
+        num_tokens = size * size // pixels
         self.embed = layers.linear(pixels, config.width, False, 1 / 8)
         self.positions = nn.Parameter(0.02 * torch.randn(num_tokens, config.width))
 
@@ -165,6 +152,10 @@ class Start(nn.Module):
         """[N, tokens, width]."""
         embedded: Tensor = self.embed(self.tokens(images)) + self.positions
         return embedded
+
+    def tokens(self, images: Tensor) -> Tensor:
+        """The parts of each image [N, tokens, pixels]: rows or patches, from the upper left one."""
+        return F.unfold(images, self.patch, stride=self.patch).transpose(1, 2)
 
 
 class End(nn.Module):

@@ -63,8 +63,7 @@ def concentration(sst: Floats, sss: Floats) -> Floats:
     """Aice in [0, 1] from temperature in °C and salinity in psu, of any shape."""
     edge = EDGE + SALT_SLOPE * (sss - SALINITY)
     # As tanh, which does not overflow.
-    half: Floats = 0.5 - 0.5 * np.tanh((sst - edge) / (2 * WIDTH))
-    return half
+    return np.asarray(0.5 - 0.5 * np.tanh((sst - edge) / (2 * WIDTH)))
 
 
 def true_jacobian(
@@ -174,8 +173,7 @@ def fields(latitude: Floats, longitude: Floats, time: int, seed: int) -> Fields:
 def _saturation(celsius: Floats) -> Floats:
     """Saturated mass of vapour by that of moist air, in kg/kg; Magnus's formula over water."""
     vapour = 6.112 * np.exp(17.62 * celsius / (243.12 + celsius))
-    ratio: Floats = 0.622 * vapour / (_PRESSURE_HPA - 0.378 * vapour)
-    return ratio
+    return np.asarray(0.622 * vapour / (_PRESSURE_HPA - 0.378 * vapour))
 
 
 def _waves(latitude: Floats, longitude: Floats, generator: np.random.Generator) -> Floats:

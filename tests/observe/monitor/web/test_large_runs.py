@@ -17,10 +17,10 @@ from run_files import PLAN, append, begin, done, is_free, joined
 
 from lockstep.config.parsing import parse_object
 from lockstep.observe.monitor.web.views import curves_of
+from lockstep.observe.reading import follow
 from lockstep.observe.reading.follow import read_run
 from lockstep.observe.reading.large import envelopes
-from lockstep.observe.reading.large import rows as again
-from lockstep.observe.reading.large import rows as room
+from lockstep.observe.reading.large import rows as row_files
 from lockstep.observe.reading.large import run as large
 from lockstep.observe.reading.large.envelopes import Envelope
 from lockstep.observe.reading.large.run import LargeRun
@@ -92,7 +92,7 @@ def logged(step: int, name: str, value: float) -> dict[str, Any]:
 def test_a_zoom_reads_each_byte_once_while_others_use_the_run(tmp_path, monkeypatch):
     steps = range(1, 401)
     append(tmp_path, [PLAN, *(logged(s, n, s / 4) for s in steps for n in ("a", "b", "c"))])
-    num_read, real = [], again.lines
+    num_read, real = [], row_files.lines
 
     def lines(file, start, end):
         with ThreadPoolExecutor() as pool:
@@ -102,7 +102,7 @@ def test_a_zoom_reads_each_byte_once_while_others_use_the_run(tmp_path, monkeypa
 
     monkeypatch.setattr(envelopes, "MOST_BUCKETS", 4)
     run = read(LargeRun(tmp_path, orjson.loads))
-    monkeypatch.setattr(again, "lines", lines)
+    monkeypatch.setattr(row_files, "lines", lines)
     (one,) = run.curves(["log/a"], 0, 100, 4096)
     three = run.curves(["log/a", "log/b", "log/c"], 0, 100, 4096)
     assert [list(envelope.value) for envelope in three] == [list(one.value)] * 3
@@ -130,25 +130,25 @@ def test_a_curve_that_is_not_in_a_range_has_nothing_read_for_it(tmp_path, monkey
 
 def test_the_smallest_parts_are_read_again_first():
     ranges = {"a": (100, 300), "b": (90, 110), "c": (0, 1000), "d": (280, 320)}
-    assert again.closest(ranges, 230) == {"b": (90, 110), "d": (280, 320), "a": (100, 300)}
-    assert again.closest(ranges, 20) == {"b": (90, 110)}
-    assert again.closest(ranges, 0) == {}
+    assert row_files.closest(ranges, 230) == {"b": (90, 110), "d": (280, 320), "a": (100, 300)}
+    assert row_files.closest(ranges, 20) == {"b": (90, 110)}
+    assert row_files.closest(ranges, 0) == {}
 
 
 def test_a_file_that_is_replaced_while_it_is_read_again_is_not_mixed(tmp_path, monkeypatch):
     append(tmp_path, [PLAN, *(done(s, 1.0) for s in range(1, 101))])
     monkeypatch.setattr(envelopes, "MOST_BUCKETS", 4)
     run = read(LargeRun(tmp_path))
-    real = again.lines
+    real = row_files.lines
 
     def lines(file, start, end):
-        monkeypatch.setattr(again, "lines", real)
+        monkeypatch.setattr(row_files, "lines", real)
         (tmp_path / "events.jsonl").unlink()
         append(tmp_path, [PLAN, done(1, 9.0)])
         read(run)
         return real(file, start, end)
 
-    monkeypatch.setattr(again, "lines", lines)
+    monkeypatch.setattr(row_files, "lines", lines)
     assert curves_of(run, [run.names.index("train/loss")], 0, 9, 4096) == {
         "generation": run.generation, "curves": {}
     }  # fmt: skip
@@ -198,7 +198,7 @@ def test_damaged_rows_are_said_and_passed_over(tmp_path):
 
 
 def test_many_logged_scalars_leave_room_for_splits(tmp_path, monkeypatch):
-    monkeypatch.setattr(room, "_MOST_SHEETS", 3)
+    monkeypatch.setattr(row_files, "_MOST_SHEETS", 3)
     append(tmp_path, [PLAN, *(logged(1, f"n{n}", 1.0) for n in range(9)), done(1, 0.5)])
     append(tmp_path, [logged(2, f"n{n}", 1.0) for n in range(9)])
     val = {"event": "Evaluated", "step": 1, "split": "val", "metrics": {"a": 4}, "seconds": 1.0}
@@ -215,8 +215,8 @@ def test_many_logged_scalars_leave_room_for_splits(tmp_path, monkeypatch):
 
 
 def test_names_without_end_are_told_up_to_a_number(tmp_path, monkeypatch):
-    monkeypatch.setattr(room, "_MOST_SHEETS", 3)
-    monkeypatch.setattr(room, "_MOST_LEFT_OUT", 5)
+    monkeypatch.setattr(row_files, "_MOST_SHEETS", 3)
+    monkeypatch.setattr(row_files, "_MOST_LEFT_OUT", 5)
     append(tmp_path, [PLAN, *(logged(s, f"n{n}", 1.0) for s in (1, 2) for n in range(20))])
     run = read(LargeRun(tmp_path))
     assert run.history.num_problems == 5
@@ -233,7 +233,7 @@ def test_names_beyond_the_most_are_said_once(tmp_path, monkeypatch):
 
 
 def test_a_line_without_end_is_passed_over(tmp_path, monkeypatch):
-    monkeypatch.setattr(large, "MAX_TEXT_BYTES", 5000)
+    monkeypatch.setattr(follow, "MAX_TEXT_BYTES", 5000)
     append(tmp_path, [PLAN, done(1, 1.0)])
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write("x" * 17_000 + "\n")
@@ -244,7 +244,7 @@ def test_a_line_without_end_is_passed_over(tmp_path, monkeypatch):
 
 
 def test_a_last_row_that_is_too_long_is_read_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(large, "MAX_TEXT_BYTES", 5000)
+    monkeypatch.setattr(follow, "MAX_TEXT_BYTES", 5000)
     append(tmp_path, [PLAN, done(1, 1.0)])
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write("x" * 17_000)

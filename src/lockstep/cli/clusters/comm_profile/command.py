@@ -33,7 +33,7 @@ DEVICES = ("auto", "cpu", "cuda")
 _START_S = 120.0
 """Seconds that ranks may take beside the measurement."""
 _LATE = 2.0
-"""How many times as long as asked for a measurement may take: the largest sizes are few calls."""
+"""Factor by which a measurement may exceed the requested time: the largest sizes are few calls."""
 _MOST_SECONDS = 86_400.0
 
 

@@ -1,4 +1,4 @@
-"""Timing calls on all ranks that begin together; a call takes as long as its slowest rank."""
+"""Times calls that all ranks begin together; a call takes as long as its slowest rank."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from lockstep.comm.shared_memory import are_on_one_host
 from lockstep.comm.transport import Transport
 
 _NUM_ROUND_TRIPS = 3
-"""Times that a rank asks for the clock of rank 0; the quickest answer counts."""
+"""Round trips in which a rank gets the clock of rank 0; the quickest one counts."""
 _COMPARED_FOR_S = 5.0
-"""Seconds for which a comparison counts: clocks that are not kept drift by some 10 µs a second."""
+"""Seconds for which a comparison is valid: unsynchronised clocks drift by some 10 µs a second."""
 _NUM_REMEMBERED = 8
-"""Starts of which the latest rank decides how much time the next one is given."""
+"""Recent starts whose greatest delay decides how long the next one waits."""
 _SPIN_S = 2e-4
-"""Seconds before a start that a rank does not sleep in, for it might oversleep."""
+"""Seconds before a start in which a rank spins: it might oversleep."""
 
 
 def start_of(transport: Transport, device: torch.device) -> Callable[[], object]:
-    """What a rank calls to go on together with all others of its group; a collective.
+    """The function that a rank calls to start together with all others of its group; a collective.
 
-    Inside a host they hear of each other at once, so it is enough to wait until all have come. Not
-    in the transport's barrier: that of Lockstep's own launcher goes by way of its supervisor, which
-    lets ranks go one after the other.
+    Inside a host messages arrive at once, so it is enough to wait until all ranks have arrived. Not
+    by the transport's barrier: that of Lockstep's own launcher goes through its supervisor, which
+    releases ranks one after the other.
 
     Args:
         transport: transport of the group.
@@ -44,13 +44,12 @@ def start_of(transport: Transport, device: torch.device) -> Callable[[], object]
 
 
 class AgreedStart:
-    """Has the ranks of several hosts go on at a moment that they agree on.
+    """Lets the ranks of several hosts start at a moment that they agree on.
 
-    Those that go on when they have heard that all have come do so up to one delay of the network
-    apart, which would count as a part of what is timed then. So clocks are compared with that of
-    rank 0, as NTP does it (RFC 5905, section 8): half of the quickest round trip before its end. A
-    start is as long after the last rank came as the slowest of the starts before took to be heard
-    of.
+    Ranks that start when they learn that all have arrived do so up to one network delay apart,
+    which would count as a part of the timed call. So each rank compares its clock with that of rank
+    0 by the quickest of some round trips, as NTP does (RFC 5905, section 8). The agreed moment is
+    the arrival of the last rank plus the slowest recent delay of that message.
 
     Args:
         transport: transport of the group; making one is a collective.
@@ -68,15 +67,15 @@ class AgreedStart:
             self()
 
     def __call__(self) -> None:
-        """Return at the next moment agreed on, or at once where it has passed."""
-        # By what all have heard, so that all compare, or none.
+        """Return at the next agreed moment, or at once if it has passed."""
+        # Decided by times that all ranks know, so that all compare, or none.
         if self._last_s > self._compared_s + _COMPARED_FOR_S:
             self._compare()
-        self._hear()
+        self._exchange()
         self._wait_until(self._last_s + max(self._all_late_s))
 
-    def _hear(self) -> None:
-        """Hear when the last rank has come, and how late one of them heard so the last time."""
+    def _exchange(self) -> None:
+        """Exchange the arrival of the last rank, and the greatest delay of the last exchange."""
         own = torch.tensor([self._now(), self._late_s], dtype=torch.float64)
         everyone = self._transport.gather_host(own, [len(own)] * self._transport.size)
         self._last_s, late_s = everyone.view(-1, len(own)).amax(0).tolist()
@@ -88,25 +87,25 @@ class AgreedStart:
         own = self._transport.rank
         for rank in range(1, self._transport.size):
             if own == rank:
-                self._ahead_s = min(self._asked() for _ in range(_NUM_ROUND_TRIPS))[1]
+                self._ahead_s = min(self._round_trip() for _ in range(_NUM_ROUND_TRIPS))[1]
             elif own == 0:
                 for _ in range(_NUM_ROUND_TRIPS):
-                    self._tell(rank)
-        self._hear()
+                    self._answer(rank)
+        self._exchange()
         self._compared_s = self._last_s
 
-    def _asked(self) -> tuple[float, float]:
-        """Seconds that a round trip to rank 0 took, and how far its clock is ahead by that."""
+    def _round_trip(self) -> tuple[float, float]:
+        """Seconds of a round trip to rank 0, and how far its clock is ahead according to it."""
         clock = torch.zeros(1, dtype=torch.float64, device=self._device)
         began_s = perf_counter()
         self._transport.send(clock, 0).wait()
         self._transport.receive(clock, 0)
-        told_s = clock.item()
+        clock_s = clock.item()
         ended_s = perf_counter()
-        return ended_s - began_s, told_s - (began_s + ended_s) / 2
+        return ended_s - began_s, clock_s - (began_s + ended_s) / 2
 
-    def _tell(self, rank: int) -> None:
-        """Answer a rank that asks for the time."""
+    def _answer(self, rank: int) -> None:
+        """Send the time of this rank, which is rank 0, to another one."""
         clock = torch.zeros(1, dtype=torch.float64, device=self._device)
         self._transport.receive(clock, rank)
         clock.fill_(perf_counter())
@@ -143,7 +142,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Timed:
-    """What a rank does to have a call timed; by default nothing, while others do.
+    """A rank's part in a timed call; by default nothing, while other ranks take part.
 
     Attributes:
         call: what is timed.
@@ -159,10 +158,10 @@ class Timed:
 class Meter:
     """Times calls; all ranks make the same ones.
 
-    How often is decided from what all ranks know of each other, so they decide alike.
+    The number of calls depends only on times that all ranks know, so all make the same number.
 
     Args:
-        world: transport of all ranks; those that take no part in a call wait in it.
+        world: transport of all ranks; ranks that take no part in a call wait in it.
         device: device that tensors are on.
 
     Attributes:
@@ -185,7 +184,7 @@ class Meter:
         began_s = self.elapsed_s
         estimate_s = self._block(timed, 1)[0]
         if estimate_s < _SHORT_S:
-            # The least, which no other process has made longer.
+            # The least, which other processes have disturbed least.
             estimate_s = min(self._block(timed, _MORE_WARM_UPS))
         seconds: list[float] = []
         while True:

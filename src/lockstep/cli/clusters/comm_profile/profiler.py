@@ -30,11 +30,11 @@ _BUSY = 0.7
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank knows of its host.
+    """The facts that a rank reports about its host.
 
     Attributes:
         host: its name.
-        processor: what its processor calls itself.
+        processor: model name of its processor.
         cores: number of cores that its ranks may use.
         load: mean number of its busy processes in the minute before.
         memory_bytes: memory that this rank may use.
@@ -48,7 +48,7 @@ class Facts:
 
 
 def facts_of(host: str, environment: Environment, device: torch.device) -> Facts:
-    """What this rank knows of its host.
+    """The facts about the host of this rank.
 
     Args:
         host: name of the host.
@@ -75,7 +75,7 @@ def hosts_of(facts: Sequence[Facts]) -> tuple[Host, ...]:
 
 
 def warnings_of(hosts: Sequence[Host]) -> Iterator[str]:
-    """Reasons why times may say little."""
+    """Reasons why times may be unreliable."""
     for host in hosts:
         num_ranks = len(host.ranks)
         on = f"{num_ranks} ranks on {host.cores} cores"
@@ -92,7 +92,7 @@ def warnings_of(hosts: Sequence[Host]) -> Iterator[str]:
 
 
 def versions(transport: str) -> dict[str, str]:
-    """The versions of programs that times depend on.
+    """The versions of programs that influence the times.
 
     Args:
         transport: name of the engine's transport.
@@ -114,7 +114,7 @@ def versions(transport: str) -> dict[str, str]:
 
 
 def processor() -> str:
-    """What the processor calls itself."""
+    """The model name of the processor."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -133,9 +133,9 @@ def _free_bytes() -> int:
 
 
 _LARGE_SHARE = 8.0
-"""A size may take so many times its share of the time left, if its fewest calls need that."""
+"""A size may take this many times its share of the remaining time, if its fewest calls need it."""
 _SMALL_SHARE = 0.01
-"""What takes less than this part of all the time is measured also when none is left."""
+"""Sizes that take less than this part of the total time are measured even if none is left."""
 _LATENCY_BYTES = 64 << 10
 """Up to this size, time is not expected to grow with it."""
 _MESSAGES = ("lockstep/message", "torch/send_recv")
@@ -151,7 +151,7 @@ class _Found:
     skipped: list[Skipped] = field(default_factory=list)
 
     def least_s(self, num_bytes: int) -> float:
-        """Seconds that a size takes at least, by what the one before took."""
+        """The least seconds that a size will take, from the time of the one before."""
         if not self.points:
             return 0.0
         before = self.points[-1]
@@ -159,7 +159,7 @@ class _Found:
         return (LEAST + 1) * before.min_s * growth
 
     def measurement(self, group: Group) -> Measurement:
-        """All of it, with a line through the medians."""
+        """The finished measurement, with a line through the medians."""
         sizes = [point.num_bytes for point in self.points]
         fit = None
         if len(sizes) > 1:

@@ -1,8 +1,8 @@
-"""What a rank does to measure communication, started by the command or by a launcher of one's own.
+"""A rank that measures communication, started by the command or by any other launcher.
 
     mpirun -n 2 python -m lockstep.cli.clusters.comm_profile.rank '{"sizes": [1024], "seconds": 5}'
 
-Rank 0 prints the profile as a line of JSON; what is wrong is a line that begins with `error: `.
+Rank 0 prints the profile as a line of JSON; an error is a line that begins with `error: `.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be measured.
+    """The measurements to make.
 
     Attributes:
         sizes: in bytes, ascending.
@@ -92,12 +92,12 @@ def measured(
 ) -> Profile:
     """The profile, on all ranks; each of them calls this.
 
-    A rank that fails alone ends the others with it, as far as its transport can.
+    A rank that fails alone ends the others too, if its transport can do that.
 
     Args:
-        request: what is to be measured.
+        request: measurements to make.
         environment: place of this process among the ranks.
-        check: what rank 0 makes sure of before anything is measured; all raise what it raises.
+        check: called on rank 0 before anything is measured; all ranks raise its error.
 
     Raises:
         LockstepError: there is a single rank, no such device, or too little memory.
@@ -132,7 +132,7 @@ class Measuring:
     """A measurement among the ranks of a transport.
 
     Args:
-        request: what is to be measured.
+        request: measurements to make.
         launcher: name of the launcher that started the ranks.
         transport: transport of all ranks.
         device: device that tensors are on.
@@ -154,7 +154,7 @@ class Measuring:
         """The profile; every rank calls this.
 
         Args:
-            own: what this rank knows of its host.
+            own: facts about the host of this rank.
             open_torch: function that makes the default process group of `torch.distributed` and
                 returns the name of its backend; None to leave that layer out.
 
@@ -195,7 +195,7 @@ class Measuring:
 
 
 def _check_first(transport: Transport, check: Callable[[], object]) -> None:
-    """Have rank 0 make sure of something, and all raise what it raises."""
+    """Call a function on rank 0, and raise its error on all ranks."""
     message = None
     if transport.rank == 0:
         try:
@@ -224,7 +224,7 @@ def _close(transport: Transport) -> None:
 
 
 def _abort(transport: Transport, doing: str, error: Exception) -> NoReturn:
-    """Say what has failed, and end all ranks."""
+    """Print what has failed, and end all ranks."""
     why = " ".join(str(error).split()) or type(error).__name__
     print(
         f"error: a rank was lost or has failed while {doing} was measured ({why})",

@@ -24,7 +24,7 @@ _SCOPES = {"inside": "inside a host", "between": "between hosts", "all": "all ra
 
 
 def check_plot(path: Path) -> str:
-    """The kind of picture that a file is to hold, once it is sure that it can be drawn.
+    """The kind of picture that a file is to hold; checks that it can be drawn.
 
     Raises:
         ConfigError: its name ends in something else, or matplotlib is not installed.
@@ -99,7 +99,7 @@ _MEANT = {
 
 
 def heading(profile: Profile) -> str:
-    """A line that says among whom a profile was measured."""
+    """A line that describes the ranks of a profile."""
     hosts = ", ".join(f"{h.name} ({len(h.ranks)} ranks, {h.cores} cores)" for h in profile.hosts)
     carried = f"{profile.launcher}, {profile.transport}, {profile.device}"
     return f"{profile.num_ranks} ranks ({carried}) on {hosts}"
@@ -178,7 +178,7 @@ def _fits(measurements: list[Measurement]) -> Table:
 def _table(title: str, first: str, *others: str) -> Table:
     """A table whose first column has names, and below each name its sizes.
 
-    So it fits into 80 columns, at which a number would be parted from its unit.
+    So it fits into 80 columns; otherwise numbers would be split from their units.
     """
     table = Table(
         title=title, title_justify="left", box=None, pad_edge=False, collapse_padding=True

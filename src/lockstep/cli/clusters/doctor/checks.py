@@ -40,7 +40,7 @@ class Check:
         name: name of what was checked.
         status: `skip` where this machine has no such thing, which is fine.
         detail: description of what was found.
-        fix: command or advice that mends it; empty if nothing is to be done.
+        fix: command or advice that fixes it; empty if nothing is to be done.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Check:
 
 
 def guarded(name: str, look: Callable[[], Check], fix: str = "") -> Check:
-    """The check that `look` returns; failed, if it raises."""
+    """The check that `look` returns; a failed one, if it raises."""
     try:
         return look()
     except Exception as error:  # a doctor must survive what it finds
@@ -154,7 +154,7 @@ def _threads(ranks: int, env: Mapping[str, str]) -> Check:
 
 
 def _needed(name: str, obstacle: Obstacle | None, detail: str) -> Check:
-    """The check of something that ranks cannot start without."""
+    """The check of a requirement for starting ranks."""
     if obstacle:
         return Check(name, "fail", obstacle.problem, obstacle.remedy)
     return Check(name, "ok", detail)
@@ -277,7 +277,7 @@ def matrix_product() -> Check:
 
 
 def file_reading(folder: Path) -> Check:
-    """Bytes a second of a file that the kernel was told to forget."""
+    """Bytes a second when reading a file that was dropped from the kernel's cache."""
     folder = _existing(folder)
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         file.write(os.urandom(1 << 20) * (_FILE_BYTES >> 20))

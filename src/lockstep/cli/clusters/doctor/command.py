@@ -1,4 +1,4 @@
-"""`lockstep doctor`: does all that training needs work here, with ranks too?"""
+"""`lockstep doctor`: checks all that training needs on this machine, ranks included."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -53,18 +54,18 @@ def mpi_checks(ranks: int, timeout_s: float) -> Iterator[Check]:
         yield Check(names[0], "fail", str(error))
         yield from (Check(name, "skip", _NOT_STARTED) for name in names[1:])
         return
-    said = listen(command, timeout_s)
-    yield from start_and_collectives("mpi", said, _REINSTALL)
+    output = listen(command, timeout_s)
+    yield from start_and_collectives("mpi", output, _REINSTALL)
     shared_fix = "enlarge /dev/shm, or report the MPI library's message"
-    yield said.check("mpi shared", "shared", range(ranks), shared_fix)
+    yield output.check("mpi shared", "shared", range(ranks), shared_fix)
     yield survival_check(survival, timeout_s)
 
 
 def survival_check(command: RankCommand, timeout_s: float) -> Check:
-    """Whether the others go on when rank 1 is killed; what fails is tried once more.
+    """Whether the others go on when rank 1 is killed; a failure is tried once more.
 
-    Once in a few hundred tries Open MPI's survivors have been seen to hang. A second try tells that
-    from an MPI that can't do it at all.
+    In one of a few hundred tries, Open MPI's survivors have been seen to hang. A second try
+    distinguishes that from an MPI that cannot do it at all.
     """
     survivors = [rank for rank in range(_SURVIVAL_RANKS) if rank != 1]
     fix = f"use an Open MPI with ULFM: {_REINSTALL}; without it, a dead rank ends the run"
@@ -92,7 +93,7 @@ def srun_checks(ranks: int, timeout_s: float, env: Mapping[str, str]) -> Iterato
         yield Check("srun", "fail", "no srun in this job", "put SLURM's programs on the PATH")
         return
     command = srun_command(ranks, probe("collectives", "--backend", "gloo"))
-    # Unlike under mpirun and torchrun, where ranks meet may be the user's choice.
+    # Unlike under mpirun and torchrun, users may choose where ranks meet.
     chosen = {name: env[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in env}
     fix = "make the nodes' names resolve, or set MASTER_ADDR and GLOO_SOCKET_IFNAME"
     yield from start_and_collectives("srun", listen(command, timeout_s, chosen), fix)
@@ -129,15 +130,15 @@ def probe(*arguments: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Said:
-    """The output of the ranks of a probe, and how it ended."""
+class Output:
+    """The output of the ranks of a probe."""
 
     ranks: int
     lines: list[dict[str, Any]]
     end: Captured
 
     def check(self, name: str, probe: str, ranks: Sequence[int], fix: str) -> Check:
-        """Whether all of `ranks` said that a probe went well; if not, which did not."""
+        """The check whether a probe succeeded on all of `ranks`; names those where it failed."""
         lines = {line["rank"]: line for line in self.lines if line["probe"] == probe}
         bad = [
             f"rank {rank} on {line['host']}: {line['detail']}"
@@ -146,38 +147,38 @@ class Said:
         ]
         silent = [rank for rank in ranks if rank not in lines]
         if silent:
-            bad.append(self._silence(silent))
+            bad.append(self._missing(silent))
         if bad:
             return Check(name, "fail", "; ".join(bad), fix)
         detail = lines[ranks[0]]["detail"] or "right on every rank"
         return Check(name, "ok", f"{len(ranks)} ranks: {detail}")
 
-    def _silence(self, ranks: list[int]) -> str:
+    def _missing(self, ranks: list[int]) -> str:
         hosts = {line["rank"]: line["host"] for line in self.lines}
         who = ", ".join(
             f"{rank} on {hosts[rank]}" if rank in hosts else str(rank) for rank in ranks
         )
         why = "ran out of time" if self.end.exit_code is None else f"exit {self.end.exit_code}"
-        said = self.end.stderr.strip().splitlines()
-        return f"no word from rank {who} ({why})" + (f": {said[-1].strip()}" if said else "")
+        lines = self.end.stderr.strip().splitlines()
+        return f"no output from rank {who} ({why})" + (f": {lines[-1].strip()}" if lines else "")
 
 
 def listen(
     command: RankCommand, timeout_s: float, more: Mapping[str, str] = MappingProxyType({})
-) -> Said:
+) -> Output:
     """Run a probe, with some environment variables more, and read what its ranks print."""
     end = capture(command, rank_environment(threads=1) | dict(more), timeout_s)
-    return Said(command.num_ranks, list(_lines(end.stdout)), end)
+    return Output(command.num_ranks, list(_lines(end.stdout)), end)
 
 
-def start_and_collectives(prefix: str, said: Said, fix: str) -> Iterator[Check]:
+def start_and_collectives(prefix: str, output: Output, fix: str) -> Iterator[Check]:
     """The checks of a `collectives` probe: its start, then each collective."""
-    ranks = range(said.ranks)
-    start = said.check(f"{prefix} start", "start", ranks, fix)
+    ranks = range(output.ranks)
+    start = output.check(f"{prefix} start", "start", ranks, fix)
     yield start
     for name in COLLECTIVES:
         if start.status == "ok":
-            yield said.check(f"{prefix} {name}", name, ranks, fix)
+            yield output.check(f"{prefix} {name}", name, ranks, fix)
         else:
             yield Check(f"{prefix} {name}", "skip", _NOT_STARTED)
 
@@ -211,8 +212,13 @@ def run_doctor(
         timeout_s: seconds that each of the programs started may take.
         on_check: function that is called with each check as soon as it is done.
     """
+    looks = local_checks(ranks, run_dir or Path.cwd(), os.environ)
+    checks = chain(
+        (look() for look in looks), mpi_checks(ranks, timeout_s), gloo_checks(ranks, timeout_s),
+        srun_checks(ranks, timeout_s, os.environ), gpu_checks(ranks, timeout_s),
+    )  # fmt: skip
     done = []
-    for check in _checks(ranks, run_dir or Path.cwd(), timeout_s):
+    for check in checks:
         done.append(check)
         if on_check:
             on_check(check)
@@ -233,12 +239,3 @@ def render(checks: Sequence[Check]) -> Table:
             detail.append(f"\nfix: {check.fix}", style="yellow" if check.status == "fail" else "")
         table.add_row(check.name, Text(check.status, style=_STYLES[check.status]), detail)
     return table
-
-
-def _checks(ranks: int, run_dir: Path, timeout_s: float) -> Iterator[Check]:
-    for look in local_checks(ranks, run_dir, os.environ):
-        yield look()
-    yield from mpi_checks(ranks, timeout_s)
-    yield from gloo_checks(ranks, timeout_s)
-    yield from srun_checks(ranks, timeout_s, os.environ)
-    yield from gpu_checks(ranks, timeout_s)

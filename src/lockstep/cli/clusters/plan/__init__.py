@@ -1,1 +1,1 @@
-"""`lockstep plan`: measure a task for a while, and predict it elsewhere."""
+"""`lockstep plan`: measures a task for a while, and predicts it on other numbers of ranks."""

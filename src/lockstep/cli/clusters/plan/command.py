@@ -1,4 +1,4 @@
-"""`lockstep plan`: measure, predict, recommend."""
+"""`lockstep plan`: measures a task, predicts its layouts, and recommends one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lockstep.planning.profile import read_profile, write_json
 
 _COLUMNS = ("ranks", "mesh", "step", "c/s/w %", "samples/s", "ideal", "memory", "sends")
 _WORTH = 0.98
-"""Slices are shown where a rank then needs at most this part of the memory."""
+"""A sharded layout is shown if its memory is at most this part of the unsharded one's."""
 
 
 def table(plan: Plan) -> Table:
@@ -42,7 +42,7 @@ def table(plan: Plan) -> Table:
 
 
 def lines(plan: Plan) -> Iterator[str]:
-    """What is recommended and why, what checkpoints and losses cost, and what is assumed."""
+    """The recommendation with its reasons, the cost of checkpoints and losses, and assumptions."""
     yield "c/s/w: parts of a step that are computing, sums of gradients, waiting for the slowest"
     best, facts = plan.recommended, plan.facts
     way = best.prediction
@@ -66,7 +66,7 @@ def lines(plan: Plan) -> Iterator[str]:
 
 
 def _is_shown(plan: Plan, row: Row) -> bool:
-    """Whether a layout differs enough from the one without slices."""
+    """Whether a layout differs enough from the unsharded one."""
     way = row.prediction
     whole = plan.find(replace(way.layout, sharding="none"))
     if way.layout.sharding == "none" or whole is None:
@@ -75,7 +75,7 @@ def _is_shown(plan: Plan, row: Row) -> bool:
 
 
 def _interval(plan: Plan) -> str:
-    """How often a checkpoint is best, which may be less often than a run has steps."""
+    """The best interval of checkpoints, which may be longer than the run."""
     lost, total_steps = plan.recommended.losses, plan.facts.total_steps
     steps = count(lost.interval_steps, "step")
     if 0 < total_steps <= lost.interval_steps:
@@ -189,7 +189,7 @@ def _measuring(
     launcher: str,
     server: str,
 ) -> Measuring:
-    """What is to be measured.
+    """The measurements to make.
 
     Raises:
         ConfigError: an option cannot be used.

@@ -35,7 +35,7 @@ from lockstep.planning.profile import Profile
 
 
 def anatomy(kind: type[Task], config: TrainConfig) -> Anatomy:
-    """Build model and optimizer, and count.
+    """Build the model and the optimizer, and measure their sizes.
 
     Raises:
         LockstepError: one of them cannot work.
@@ -67,7 +67,7 @@ _TIMES_CORES = 2
 
 @dataclass(frozen=True)
 class Measuring:
-    """What is to be measured.
+    """The measurements to make.
 
     Attributes:
         target: recipe, or `file.py:Task` with the whole path.
@@ -102,11 +102,11 @@ class Measuring:
 
 
 def measure(measuring: Measuring, say: Callable[[str], None]) -> Facts:
-    """Train for a few steps in each way that is needed, and send messages of such sizes.
+    """Train for a few steps in each required shape, and time messages of the task's sizes.
 
     Args:
-        measuring: what is to be measured.
-        say: function that is called with what is being done.
+        measuring: measurements to make.
+        say: called with a description of each activity.
 
     Raises:
         LockstepError: the task cannot be trained, or a rank was lost.
@@ -128,7 +128,7 @@ def measure(measuring: Measuring, say: Callable[[str], None]) -> Facts:
         if busiest.num_copies > 1:
             say(f"{busiest.name}, step by step")
             timed.append(prober.timed(busiest, single=True)[1])
-    # What a rank has that computes one microbatch, and is alone.
+    # The memory of a single rank that computes one microbatch.
     rows = rows_needed(Range(0, config.num_microbatches), config.num_microbatches)
     lean_bytes = alone.peak_bytes - (rows - 1) * parts.gradient_bytes
     saved = alone.checkpoints
@@ -180,7 +180,7 @@ def _best(tried: Sequence[tuple[Probe, Timed]]) -> tuple[Probe, Timed]:
 
 
 def groups(measuring: Measuring) -> list[Shape]:
-    """The trainings of several ranks that talk to each other, as many as this host may have."""
+    """The trainings of several ranks that communicate, up to the most ranks of this host."""
     numbers = {min(number, measuring.most_here) for number in measuring.numbers if number > 1}
     return [
         Shape(measuring.config.num_microbatches, num_replicas=number) for number in sorted(numbers)
@@ -188,7 +188,7 @@ def groups(measuring: Measuring) -> list[Shape]:
 
 
 def shapes(measuring: Measuring, parts: Anatomy) -> list[Shape]:
-    """The trainings that do not; the first is one rank that computes everything."""
+    """The trainings without communication; the first is one rank that computes everything."""
     num, most = measuring.config.num_microbatches, measuring.most_here
     wanted = [Shape(num)]
     for number in sorted(measuring.numbers):

@@ -1,4 +1,4 @@
-"""Short trainings of a task on this host, alone and at the same time, for what steps cost."""
+"""Short trainings of a task on this host, alone and at the same time, which measure steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TIMEOUT_S = 900.0
 _LEAST_REPORTS = 6
 _MOST_STEPS = 20_000
 _TAIL = 0.02
-"""Part of the single steps, the slowest, that count as accidents of the machine."""
+"""Part of the single steps, the slowest, that are dropped as disturbances of the machine."""
 
 Row = Mapping[str, Any]
 
@@ -60,13 +60,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class Probe:
-    """What short trainings told.
+    """The results of short trainings.
 
     Attributes:
         reports: rows of the events of steps, of each copy, without the first one.
         started_s: seconds from the command to the end of the first step.
         checkpoints: rows of the events of checkpoints, of the first copy.
-        plan: row of the event in which the first copy said what it trains.
+        plan: row of the event `RunStarted` of the first copy.
     """
 
     reports: tuple[tuple[Row, ...], ...]
@@ -133,12 +133,12 @@ class Prober:
         self._number = 0
         self._microbatch_s = 0.0
         self._step_size = config.batch_size
-        """Samples of a full step, as far as is known."""
+        """Samples of a full step; corrected by the first training."""
 
     def first(self, num_ranks: int) -> Probe:
-        """A few steps of one microbatch for each of some ranks: what all others go by.
+        """Measure a few steps of one microbatch on each of some ranks, to size the later trainings.
 
-        These ranks start by themselves, as on several hosts.
+        These ranks start interpreters of their own, as on several hosts.
         """
         shape = Shape(num_ranks, num_replicas=num_ranks)
         probe = self._train(shape, 5, log_every=1, server="")
@@ -150,7 +150,7 @@ class Prober:
         return probe
 
     def timed(self, shape: Shape, single: bool = False) -> tuple[Probe, Timed]:
-        """Train for about as long as was asked for.
+        """Train for about the requested time.
 
         Args:
             shape: what is trained.
@@ -159,7 +159,7 @@ class Prober:
         assert self._microbatch_s, "first has been called"
         num_steps = self._steps_for(shape)
         probe = self._tried(shape, num_steps, single)
-        # The steps before may have been slow ones: the first of a process are.
+        # Too few: the earlier steps were slow, as the first ones of a process are.
         if self._steps_for(shape) > 2 * num_steps:
             probe = self._tried(shape, self._steps_for(shape), single)
         return probe, Timed(
@@ -174,7 +174,7 @@ class Prober:
         )
 
     def _steps_for(self, shape: Shape) -> int:
-        """Steps of a training that lasts as long as was asked for, by what steps took before."""
+        """The number of steps for the requested time, estimated from earlier steps."""
         guess = self._microbatch_s * shape.num_microbatches / shape.num_replicas
         return int(min(max(self._seconds / guess, _LEAST_REPORTS + 1), _MOST_STEPS))
 
@@ -206,7 +206,7 @@ class Prober:
             f"stop_at_step={num_steps}",
             f"log_every={log_every}",
             f"eval_every={_NEVER}",
-            # Once on the way: what training keeps in memory for it counts.
+            # One on the way, so that its memory is measured too.
             f"checkpoint.every={max(1, num_steps // 2)}",
             f"mesh.pp={shape.pp}",
             f"mesh.tp={shape.tp}",
@@ -253,7 +253,7 @@ def _reason(folder: Path, said: Any) -> str:
 
 
 def probe_of(folders: Sequence[Path], since: float) -> Probe:
-    """What run directories of trainings tell that were started at the same time.
+    """The results of trainings that were started at the same time, from their run directories.
 
     Args:
         folders: a run directory for each.

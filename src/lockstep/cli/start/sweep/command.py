@@ -1,4 +1,4 @@
-"""`lockstep sweep`: which runs are there, which are left, and training these."""
+"""`lockstep sweep`: finds the points of a grid that are not trained yet, and trains them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _NOTHING_TO_DO = ("completed", "failed", "running")
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked of a sweep.
+    """The options of a sweep.
 
     Attributes:
         folder: path of the folder with all runs; None for `sweeps/TASK`.
@@ -45,10 +45,10 @@ class Options:
         launcher: name of the launcher of each run; None chooses.
         at_once: greatest number of runs at a time; None for one here, and all of an array's.
         retry: whether runs that have failed are tried again.
-        dry_run: whether to say what would be done only.
+        dry_run: whether only to show what would be done.
         metric: key that runs are sorted by, descending behind a `-`; None for what they watch.
         job: options of a SLURM job array that is to train; None trains here.
-        submit: whether to hand its script to SLURM.
+        submit: whether to submit its script to SLURM.
     """
 
     folder: Path | None = None
@@ -64,10 +64,10 @@ class Options:
 
 @dataclass(frozen=True)
 class Plan:
-    """A sweep that can be begun.
+    """A checked sweep.
 
     Attributes:
-        target: what is trained, as it is found from any folder.
+        target: what is trained, with an absolute path.
         grid: its points.
         configs: config of each point; none for a script, whose config is known when it runs.
         folder: folder with all runs.
@@ -84,7 +84,7 @@ class Plan:
 
 
 def plan(target: str, items: Sequence[str], folder: Path | None) -> Plan:
-    """Check a sweep as a whole, before anything is trained or written.
+    """Check the whole sweep before anything is trained or written.
 
     Raises:
         LockstepError: a point's config does not work, two points are the same, or the folder holds
@@ -102,25 +102,23 @@ def plan(target: str, items: Sequence[str], folder: Path | None) -> Plan:
                 other = points.points[configs.index(config)].name
                 raise ConfigError(f"{point.name}: is the same config as {other}; leave one out")
             configs.append(config)
-        points = replace(points, points=tuple(map(_settled, points.points, configs)))
+        # Points that start from another run name its exact weights.
+        pairs = zip(points.points, configs, strict=True)
+        exact = (replace(p, items=(*p.items, *items_of(c.weights_from))) for p, c in pairs)
+        points = replace(points, points=tuple(exact))
     made = Plan(where, points, tuple(configs), folder)
     _check_folder(made)
     return made
 
 
-def _settled(point: Point, config: TrainConfig) -> Point:
-    """A point that says which weights of another run exactly it starts from, if it does."""
-    return replace(point, items=(*point.items, *items_of(config.weights_from)))
-
-
 def sweep(target: str, items: Sequence[str], options: Options) -> int:
-    """Train every point of a grid that is not trained yet, and show them all.
+    """Train every point of a grid that is not trained yet, and show all runs.
 
     Returns:
         The exit code: 0 if all runs are complete, 1 if not, 130 if Ctrl-C has stopped it.
 
     Raises:
-        LockstepError: something given does not work; nothing was trained.
+        LockstepError: an argument cannot be used; nothing was trained.
     """
     sbatch = [item for item in items if item.startswith("-")]
     items = [item for item in items if not item.startswith("-")]
@@ -154,11 +152,11 @@ def sweep(target: str, items: Sequence[str], options: Options) -> int:
         print(f"{f'exit code {code}, see {job.log}' if code else 'done'}: {job.name}", flush=True)
 
     jobs = [_job(made, point, options) for point in left]
-    is_whole = run_jobs(
+    is_complete = run_jobs(
         jobs, options.at_once or 1, lambda job: print(f"training: {job.name}", flush=True), on_end
     )
     runs = show(made, options.metric)
-    if not is_whole:
+    if not is_complete:
         print("interrupted; the same command goes on", file=sys.stderr, flush=True)
         return 130
     incomplete = [run for run in runs if run.state != "completed"]
@@ -183,19 +181,19 @@ def _as_array(
 
 
 def show(made: Plan, metric: str | None) -> list[Summary]:
-    """Print the runs of a sweep that there are, the best first, and draw them."""
+    """Print the runs of a sweep, the best first, and draw them."""
     there = [path for path in map(made.run_dir, made.grid.points) if is_run(path)]
     runs = [summarise(path) for path in there]
     key, is_more_better = ordered_by(runs, metric)
     print_outcome(runs, made.grid, key, is_more_better, made.folder)
     picture = try_to_draw(runs, made.grid, key, made.folder / "sweep.png")
-    for said in filter(None, (unknown(runs, key), picture)):
-        print(said, flush=True)
+    for line in filter(None, (unknown(runs, key), picture)):
+        print(line, flush=True)
     return runs
 
 
 def begin(made: Plan) -> None:
-    """Make the folder of a sweep, with a file that says what is swept.
+    """Make the folder of a sweep, with a file that describes it.
 
     Raises:
         RunDirectoryError: it cannot be written.

@@ -1,4 +1,4 @@
-"""The points of a sweep, and what has become of each point's run."""
+"""The points of a sweep, and the state of each point's run."""
 
 from __future__ import annotations
 
@@ -159,9 +159,9 @@ def _name(varied: Sequence[str]) -> str:
 
 
 _LENGTH = ("epochs", "steps")
-"""Keys with which a run may go on for longer."""
+"""Keys by which a run may be extended."""
 _TELLING = ("test_on", "weights_from.path", "weights_from.step")
-"""Keys of every task that leave the parameters as they are, but say what is meant by the run."""
+"""Keys that cannot change the parameters, but are part of what the run is."""
 _MOST_SHOWN = 5
 _NOT_SET = "not set"
 
@@ -180,18 +180,19 @@ def state_of(path: Path, items: Sequence[str], config: TrainConfig | None) -> st
     if not is_run(path):
         return "new"
     run = summarise(path)
-    if not run.step:  # it may have failed because of its values
+    if not run.step:  # perhaps its values made it fail
         return run.state
     there, here = _of_script(path, items) if config is None else _of_task(run, config)
     others = [k for k in {**there, **here} if there.get(k, _NOT_SET) != here.get(k, _NOT_SET)]
     free = {*_LENGTH, *_without_effect()}
     refused = [k for k in others if k not in free]
     if refused:
-        said = ", ".join(
-            f"{k} is {_said(there, k)} there, {_said(here, k)} here" for k in refused[:_MOST_SHOWN]
+        differences = ", ".join(
+            f"{k} is {_value_text(there, k)} there, {_value_text(here, k)} here"
+            for k in refused[:_MOST_SHOWN]
         )
         raise RunDirectoryError(
-            f"{path}: is a run with other values: {said}; choose another with --dir"
+            f"{path}: is a run with other values: {differences}; choose another with --dir"
         )
     if run.state == "completed" and not {*_LENGTH}.isdisjoint(others):
         return "of another length"
@@ -225,11 +226,11 @@ def _values_of(items: Iterable[str]) -> dict[str, Any]:
 
 
 def _without_effect() -> set[str]:
-    """Keys of every task that say how a run is computed and shown, and nothing of what it is."""
+    """Keys that only control how a run is computed and shown."""
     config = TrainConfig()
     every, telling = flattened(config.model_dump()), flattened(outcome(config))
     return {*every} - {*telling, *_TELLING}
 
 
-def _said(values: Mapping[str, Any], key: str) -> str:
+def _value_text(values: Mapping[str, Any], key: str) -> str:
     return shown(values[key]) if key in values else _NOT_SET

@@ -26,7 +26,7 @@ from lockstep.observe.text import printable
 
 _POLL_S = 0.05
 _PATIENCE_S = 60.0
-"""How long trainings may take to stop with a checkpoint, before they are ended."""
+"""Seconds that trainings may take to stop with a checkpoint, before they are killed."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ def run_jobs(
     on_start: Callable[[Job], None],
     on_end: Callable[[Job, int], None],
 ) -> bool:
-    """Run all jobs, in their order; what becomes of one does not stop the others.
+    """Run all jobs, in their order; the failure of one does not stop the others.
 
-    Ctrl-C, or SIGTERM, has those that run stop with a checkpoint, and starts no more; a second one
-    ends them. Should this process be killed, they are told to stop by the kernel (Linux).
+    At Ctrl-C or SIGTERM, running jobs stop with a checkpoint, and no more are started; a second
+    signal ends them. If this process is killed, the kernel asks them to stop (Linux).
 
     Args:
         jobs: jobs to run.
@@ -62,10 +62,10 @@ def run_jobs(
         on_end: called with a job that has ended, and its exit code.
 
     Returns:
-        Whether all were run, so that no signal has stopped this.
+        Whether all jobs were run; a signal may have stopped this.
 
     Raises:
-        LaunchError: a log cannot be written; those that run are stopped first.
+        LaunchError: a log cannot be written; running jobs are stopped first.
     """
     waiting = list(jobs)[::-1]
     running: dict[Job, subprocess.Popen[bytes]] = {}
@@ -93,18 +93,18 @@ def run_jobs(
 
 
 class _Stopper:
-    """Has trainings stop when signals have come."""
+    """Stops trainings when signals have come."""
 
     def __init__(self, signals: list[int]) -> None:
         self._signals = signals
-        self._num_told = 0
+        self._num_handled = 0
         self._deadline = float("inf")
 
     def look(self, processes: Iterable[subprocess.Popen[bytes]]) -> None:
-        """Tell those that run: first to stop with a checkpoint, then to end."""
-        if len(self._signals) > self._num_told:
-            signum = signal.SIGTERM if self._num_told else signal.SIGINT
-            self._num_told = len(self._signals)
+        """Signal the running jobs: first to stop with a checkpoint, then to end."""
+        if len(self._signals) > self._num_handled:
+            signum = signal.SIGTERM if self._num_handled else signal.SIGINT
+            self._num_handled = len(self._signals)
             self._deadline = time.monotonic() + _PATIENCE_S
             for process in processes:
                 process.send_signal(signum)
@@ -131,7 +131,7 @@ def _started(job: Job) -> subprocess.Popen[bytes]:
 
 @contextlib.contextmanager
 def _received(signals: list[int]) -> Iterator[None]:
-    """Collect the signals that ask for the end, instead of what they do otherwise."""
+    """Collect SIGINT and SIGTERM, in place of their usual effect."""
 
     def note(signum: int, frame: FrameType | None) -> None:
         signals.append(signum)
@@ -149,7 +149,7 @@ _WIDTH, _HEIGHT = 4.0, 3.4
 """Inches of a panel."""
 _MOST_PANELS = 6
 _MOST_NAMES = 20
-"""Metrics that are named where none of them was chosen."""
+"""Most metrics that the message about an unknown metric names."""
 _LOG_RATIO = 20.0
 """Ratio of the greatest to the least value from which an axis is logarithmic."""
 
@@ -174,12 +174,12 @@ def ordered_by(runs: Sequence[Summary], metric: str | None) -> tuple[str, bool]:
 
 
 def unknown(runs: Sequence[Summary], key: str) -> str:
-    """What to say if no run has the metric that they are to be sorted by; else empty."""
+    """The message that no run has the metric to sort by; empty if one has."""
     names = sorted({name for run in runs for name in run.metrics})
     if not names or _has(runs, key):
         return ""
-    said = ", ".join(map(printable, names[:_MOST_NAMES]))
-    return f"no run has {printable(key)}: choose another --metric: {said}"
+    known = ", ".join(map(printable, names[:_MOST_NAMES]))
+    return f"no run has {printable(key)}: choose another --metric: {known}"
 
 
 def _has(runs: Sequence[Summary], key: str) -> bool:
@@ -233,7 +233,7 @@ def draw(runs: Sequence[Summary], grid: Grid, metric: str, path: Path) -> Path |
 
 
 def try_to_draw(runs: Sequence[Summary], grid: Grid, metric: str, path: Path) -> str:
-    """As `draw`: what to say of it, empty if there is nothing to draw."""
+    """Draw as `draw` does; returns a message, empty if there is nothing to draw."""
     try:
         picture = draw(runs, grid, metric, path)
     except ConfigError as error:

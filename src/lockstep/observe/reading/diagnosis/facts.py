@@ -1,12 +1,12 @@
-"""What causes are judged by: numbers of the newest session, and the newest calls of ranks."""
+"""What a diagnosis is based on: the newest session in numbers, and the newest calls of ranks."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
@@ -23,12 +23,12 @@ class Cause:
 
     Attributes:
         name: a word for programs.
-        weight: how heavy it is beside others, from 0 to 1; 1 for what has ended the run.
+        weight: its weight among causes, from 0 to 1; 1 for what has ended the run.
         sentence: what it is.
-        evidence: what it was seen by.
-        advice: what to do; names a key where there is one.
+        evidence: the measurements that show it.
+        advice: what to do, with the key of the config if there is one.
         explains: names of causes that are only its effects.
-        lost: the part of the session that it has cost, from 0 to 1; None if that was not measured.
+        lost: share of the session that it has cost, from 0 to 1; None if that was not measured.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Cause:
 
 
 def percent(part: float) -> str:
-    """A part as `31 %`."""
+    """A share as `31 %`."""
     return f"{100 * part:.0f} %"
 
 
@@ -58,25 +58,25 @@ def measured(
     advice: str,
     explains: Sequence[str] = (),
 ) -> Cause:
-    """A cause that is as heavy as the part of the session that it has cost."""
+    """A cause whose weight is the share of the session that it has cost."""
     return Cause(name, lost, sentence, evidence, advice, explains, lost)
 
 
 _IN_ORDER = ("completed", "stopped", "new")
-"""States of runs in which no rank waits, nor could not go on."""
-_PARTS = ((FLIGHT, ".calls"), ("", ".json"))
-"""Folders in a run directory, and what the names of files end with that calls are read from."""
+"""States of runs in which no rank waits or has failed."""
+_FILES = ((FLIGHT, ".calls"), ("", ".json"))
+"""Folders in a run directory, and the suffixes of the files in them that calls are read from."""
 
 Signature = tuple[tuple[str, int, int, int], ...]
 
 
 @dataclass(frozen=True)
 class Calls:
-    """The newest calls of ranks that wait now, or that could not go on after a loss.
+    """The newest calls of ranks that are waiting, or that could not continue after a loss.
 
     Attributes:
-        logs: they, by slot.
-        hung: the processes among them that hung, whether or not anybody was left to report it.
+        logs: the calls by slot.
+        hung: the processes that hung, even if no rank was left to report it.
     """
 
     logs: Logs = field(default_factory=dict)
@@ -84,11 +84,7 @@ class Calls:
 
 
 def calls_of(summary: Summary) -> Calls:
-    """Read the calls of a run's ranks: milliseconds for each of them.
-
-    Args:
-        summary: of the run.
-    """
+    """Read the calls of a run's ranks, which takes milliseconds for each rank."""
     if summary.state in _IN_ORDER:
         return Calls()
     directory = RunDirectory(summary.path)
@@ -98,26 +94,15 @@ def calls_of(summary: Summary) -> Calls:
 
 
 def signature_of(summary: Summary) -> Signature:
-    """What is another one once `calls_of` would read something else.
-
-    Args:
-        summary: of the run.
-    """
-    if summary.state in _IN_ORDER:
-        return ()
-    return tuple(sorted(_files(summary.path)))
-
-
-def _files(run_dir: Path) -> Iterator[tuple[str, int, int, int]]:
-    for folder, ending in _PARTS:
-        try:
-            with os.scandir(run_dir / folder) as entries:
-                for entry in entries:
-                    if entry.name.endswith(ending):
-                        status = entry.stat()
-                        yield entry.name, status.st_ino, status.st_size, status.st_mtime_ns
-        except OSError:
-            continue
+    """Differs from before if `calls_of` would read something else."""
+    found: list[tuple[str, int, int, int]] = []
+    for folder, suffix in _FILES if summary.state not in _IN_ORDER else ():
+        with suppress(OSError), os.scandir(summary.path / folder) as entries:
+            for entry in entries:
+                if entry.name.endswith(suffix):
+                    status = entry.stat()
+                    found.append((entry.name, status.st_ino, status.st_size, status.st_mtime_ns))
+    return tuple(sorted(found))
 
 
 E = TypeVar("E", bound=Event)
@@ -128,10 +113,10 @@ class Facts:
     """A run's newest session in numbers.
 
     Attributes:
-        history: of the run.
-        config: of the run, by dotted keys.
-        state: as in `lockstep.observe.reading.listing.Summary`.
-        calls: of its ranks.
+        history: events of the run.
+        config: config of the run, by dotted keys.
+        state: state of the run, as in `lockstep.observe.reading.listing.Summary`.
+        calls: newest calls of its ranks.
     """
 
     history: History
@@ -144,14 +129,9 @@ class Facts:
         happened = self.history.happenings[self.history.first_of_session :]
         return [h.event for h in happened if isinstance(h.event, kind)]
 
-    @property
-    def logs(self) -> Logs:
-        """The newest calls of ranks that wait now, or that could not go on after a loss."""
-        return self.calls.logs
-
     @cached_property
     def lost(self) -> list[RankLost]:
-        """The processes that were lost in this session, also if nobody was left to report it."""
+        """The processes that were lost in this session, even if no rank was left to report it."""
         reported = self.events(RankLost)
         known = {one.slot for one in reported}
         return reported + [one for one in self.calls.hung if one.slot not in known]
@@ -159,33 +139,29 @@ class Facts:
     @cached_property
     def seconds(self) -> float:
         """From the start of training to the newest event; at least a millisecond."""
-        began = next(
-            (
-                h.time
-                for h in reversed(self.history.happenings)
-                if isinstance(h.event, RunStarted) and not h.event.continued
-            ),
-            self.history.started,
-        )
-        return max(1e-3, self.history.newest - began)
+        start = self.history.started
+        for happening in self.history.happenings:
+            if isinstance(happening.event, RunStarted) and not happening.event.continued:
+                start = happening.time
+        return max(1e-3, self.history.newest - start)
 
     @cached_property
     def workers(self) -> list[Process]:
-        """The processes that compute microbatches and have reported what they spent."""
+        """The processes that compute microbatches and have reported their times."""
         living = self.history.living
         return [p for p in living if p.num_microbatches and sum(p.seconds.values())]
 
     def share(self, kind: str) -> float:
-        """The part of the session that workers have spent with a kind of work: their mean."""
+        """The share of the session that workers have spent on a kind of work: their mean."""
         if not self.workers:
             return 0.0
         return sum(p.seconds[kind] for p in self.workers) / len(self.workers) / self.seconds
 
     def worst(self, kind: str) -> tuple[Process, float, float]:
-        """The worker that has spent most with a kind of work.
+        """The worker that has spent most on a kind of work.
 
         Returns:
-            It, its part of the session, and the median part of the others; if there are none, 0.
+            The worker, its share of the session, and the median share of the others; 0 without any.
         """
         one = max(self.workers, key=lambda p: p.seconds[kind])
         others = [p.seconds[kind] / self.seconds for p in self.workers if p is not one]
@@ -198,7 +174,7 @@ class Facts:
 
     @cached_property
     def hosts(self) -> dict[str, tuple[int, int]]:
-        """Threads of all ranks, and cores that they may use, by host; where both are known."""
+        """The threads of all ranks and the cores that they may use, by host, if both are known."""
         found: dict[str, tuple[int, int]] = {}
         for process in self.history.living:
             joined = process.joined

@@ -1,4 +1,4 @@
-"""Causes that have ended a run or taken ranks from it, and all causes by what they cost."""
+"""The diagnosis of a run: all causes by their cost, and those that have ended it or its ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.observe.reading.listing import Summary
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in ([^\n]+)')
 _LIBRARIES = ("site-packages", "/lockstep/", "/lib/python", "<frozen")
 _CURRENT = "Current thread "
-"""What stands before the stack of the thread that was interrupted."""
+"""Begins the stack of the thread that was interrupted."""
 _COMMAND = re.compile(r"/bin/[^/]+$")
 _SAID = {
     "NonFiniteError": ("not_finite", "the loss or its gradient became NaN or infinite"),
@@ -33,7 +33,7 @@ _SAID = {
     "EnvironError": ("environment", "the machine does not give what the run needs"),
 }
 _HANG = 0.3
-"""A hang weighs this at the least, however short it was."""
+"""The least weight of a hang, however short it was."""
 _ADVICE = {
     "not_finite": "lower lr, set clip_norm, or look at the data of that step",
     "divergence": "suspect the memory or the processor of the rank that is named; run "
@@ -85,7 +85,7 @@ def healthy(summary: Summary, history: History) -> str:
 
 
 def endings(facts: Facts) -> Iterator[Cause]:
-    """What has ended the run, and what has ended ranks of it."""
+    """The causes that have ended the run or ranks of it."""
     end = facts.history.end
     if isinstance(end, Failed):
         yield _failure(end, facts.history.step)
@@ -103,8 +103,9 @@ def endings(facts: Facts) -> Iterator[Cause]:
     hung = [one for one in lost if one.reason]
     for one in hung[:1]:
         yield _hang(facts, one, len(hung))
-    # Files of those that hung and were recovered from are set aside: they explain no wait now.
-    if not any(one.slot in facts.logs for one in hung):
+    # A rank that hung and still has a file of calls explains the waits; after a recovery the files
+    # are moved away.
+    if not any(one.slot in facts.calls.logs for one in hung):
         yield from _standstill(facts)
     killed = [one for one in lost if not one.reason]
     if killed:
@@ -144,15 +145,15 @@ def _hang(facts: Facts, lost: RankLost, count: int) -> Cause:
 
 
 def _frames(stack: str) -> list[tuple[str, str, str]]:
-    """File, line and function of the user's code that a rank stood in, the newest call first.
+    """File, line and function of the user's frames in a stack, the newest call first.
 
-    Where none is the user's, all that it stood in. The thread that was interrupted counts, which
-    is the one that trains: others wait all the time.
+    If no frame is the user's, all of them. Only the thread that was interrupted counts, which is
+    the one that trains: others wait all the time.
     """
     frames: list[tuple[str, str, str]] = _FRAME.findall(
         stack.rpartition(_CURRENT)[2].partition("\n\n")[0]
     )
-    # A command's script has no code but the call that starts the command.
+    # The script of a command only starts it.
     own = [f for f in frames if not any(part in f[0] for part in _LIBRARIES)]
     return [f for f in own if not _COMMAND.search(f[0])] or frames
 
@@ -167,7 +168,7 @@ def _advice(is_stopped: bool, is_placed: bool) -> str:
 
 
 def _sentence(lost: RankLost, what: str, place: str) -> str:
-    """Who hung and where, and who waited in which call, as far as that is known."""
+    """Which rank hung and where, and which ranks waited in which call, if known."""
     who = f"rank {lost.rank} (slot {lost.slot}) {what}"
     if not lost.reached:
         return f"{who}, and all others waited for it"
@@ -177,12 +178,9 @@ def _sentence(lost: RankLost, what: str, place: str) -> str:
 
 def _standstill(facts: Facts) -> Iterator[Cause]:
     """Ranks that wait in calls, though none is known to hang."""
-    # Who waited for a rank that was lost waits no more: its call has failed.
-    logs = {
-        slot: log
-        for slot, log in facts.logs.items()
-        if log.stuck is None or not log.stuck.has_failed
-    }
+    # A rank that waited for a lost one no longer waits: its call has failed.
+    calls = facts.calls.logs.items()
+    logs = {slot: log for slot, log in calls if log.stuck is None or not log.stuck.has_failed}
     waiting = waits(logs)
     if not waiting:
         return

@@ -1,4 +1,4 @@
-"""Curves in bounded memory: how far they reach in each of some ranges of rows."""
+"""Curves in bounded memory: the least, greatest and last value in each of some ranges of rows."""
 
 from __future__ import annotations
 
@@ -15,20 +15,24 @@ MOST_BUCKETS = 2048
 _LEAST_BUCKETS = 128
 _FIRST_BUCKETS = 32
 _MOST_CELLS = 1 << 21
-"""Buckets times curves: beyond, buckets are made wider. A cell takes 25 bytes."""
+"""Buckets times curves; buckets are widened beyond. A cell takes 25 bytes."""
 MOST_CURVES = 20_000
-"""Names that a sheet takes; values of further ones are left out."""
+"""Curves of a sheet; values of further names are left out."""
 NAN, INFINITE = 1, 2
-"""What is said of a bucket that has values which are not finite."""
+"""Flags of a bucket with values that are not finite."""
+_PRESENT = np.uint8(4)
+"""Flag of a bucket that has a value at all."""
+_FIRST, _LAST, _START, _END, _COUNT = range(5)
+"""Columns of a bucket's rows: first and last step, bytes in the file, number of rows."""
 
 
 class Row(NamedTuple):
     """The values of a step, and where they are in the file.
 
     Attributes:
-        step: number of the step.
-        names: names of the curves; the same object as long as they are the same.
-        values: one for each name.
+        step: the step.
+        names: names of the curves; the same object as long as the names do not change.
+        values: one value for each name.
         start: byte at which the row begins.
         end: byte after it.
     """
@@ -41,15 +45,15 @@ class Row(NamedTuple):
 
 
 class Envelope(NamedTuple):
-    """A curve, or a part of it; arrays with an element for each bucket.
+    """A curve or a part of it, as arrays with an element for each bucket.
 
     Attributes:
         first: first step of the bucket.
-        step: its last step.
-        low: least value that is finite; NaN if none is.
-        high: greatest value that is finite.
-        value: the last value, whatever it is.
-        odd: `NAN` and `INFINITE` where the bucket has such values, added up.
+        step: last step of the bucket.
+        low: least finite value; NaN if there is none.
+        high: greatest finite value.
+        value: last value, finite or not.
+        odd: the flags `NAN` and `INFINITE`.
     """
 
     first: Ints
@@ -63,19 +67,19 @@ class Envelope(NamedTuple):
 class Sheet:
     """Curves whose values come in the same rows, as envelopes over ranges of rows.
 
-    A bucket holds `width` rows. When all buckets are in use, each two become one: the width
+    A bucket holds `width` rows. When all buckets are in use, pairs are merged and the width
     doubles. Least and greatest values stay exact, so that no spike is ever lost.
 
     Args:
-        reread: reads the rows again that begin in [start, end) of the file and are of steps up to
-            `last`, without those that came again later: what a bucket is made anew of when a
-            resumed run cuts it in two.
+        reread: function of `start`, `end` and `last` that reads the rows again that begin in
+            [start, end) of the file and belong to steps up to `last`, without those that came again
+            later. A bucket is rebuilt from them when a resumed run cuts it in two.
 
     Attributes:
-        columns: number of each curve, by its name, in the order in which they came.
+        columns: index of each curve by its name, in the order of their appearance.
         width: rows of a full bucket.
         count: buckets in use.
-        dropped: whether values were left out, since there are too many names.
+        dropped: whether values were left out, because there are too many names.
     """
 
     def __init__(self, reread: Callable[[int, int, int], Iterable[Row]]) -> None:
@@ -91,16 +95,16 @@ class Sheet:
 
     @property
     def newest(self) -> int:
-        """The newest step; -1 if there is none."""
+        """The newest step; -1 before the first."""
         return int(self._rows[self.count - 1, _LAST]) if self.count else -1
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the arrays."""
+        """Memory of the arrays in bytes."""
         return self._cells.nbytes + self._odd.nbytes + self._rows.nbytes
 
     def add(self, row: Row) -> None:
-        """Take the next row; what was there of its step or later ones comes again, so it goes."""
+        """Take the next row; those of its step and later ones come again, so they are removed."""
         if row.step <= self.newest:
             self.cut(row.step - 1)
         if row.names is not self._names:
@@ -122,7 +126,7 @@ class Sheet:
         self._odd[bucket, places] |= _oddity(values, finite) | _PRESENT
 
     def cut(self, last: int) -> None:
-        """Remove what is of steps later than `last`."""
+        """Remove the rows of steps later than `last`."""
         steps = self._rows[: self.count, _FIRST]
         keep = int(np.searchsorted(steps, last, side="right"))
         partial = keep > 0 and self._rows[keep - 1, _LAST] > last
@@ -134,10 +138,10 @@ class Sheet:
                 self.add(row)
 
     def range_of(self, first: int, last: int) -> tuple[slice, int, int]:
-        """The buckets that reach into [first, last].
+        """The buckets that overlap the steps [first, last].
 
         Returns:
-            They, and the bytes of the file from which and up to which their rows are.
+            The buckets, and the bytes of the file at which their rows begin and end.
         """
         rows = self._rows[: self.count]
         begin = int(np.searchsorted(rows[:, _LAST], first))
@@ -147,7 +151,7 @@ class Sheet:
         return slice(begin, stop), int(rows[begin, _START]), int(rows[stop - 1, _END])
 
     def envelope(self, name: str, buckets: slice) -> Envelope | None:
-        """A curve in some buckets; those in which it has no value are left out."""
+        """A curve in some buckets, without those in which it has no value."""
         column = self.columns.get(name)
         if column is None:
             return None
@@ -158,7 +162,7 @@ class Sheet:
         return Envelope(rows[:, _FIRST], rows[:, _LAST], low, high, last, odd[there] & ~_PRESENT)
 
     def _meet(self, names: Sequence[str]) -> None:
-        """Find the columns of some names; those that are new get one."""
+        """Look up the columns of some names, and add one for each new name."""
         for name in names:
             if name not in self.columns and len(self.columns) < MOST_CURVES:
                 self.columns[name] = len(self.columns)
@@ -169,7 +173,7 @@ class Sheet:
         self._names = names
         more = len(self.columns) - self._odd.shape[1]
         if more > 0:
-            # Half as many again, for names that come one by one.
+            # Grow by half, since names may come one by one.
             more = max(more, self._odd.shape[1] // 2) if self._odd.shape[1] else more
             while self.count > _most_buckets(self._odd.shape[1] + more):
                 self._halve()
@@ -190,7 +194,7 @@ class Sheet:
         self.count += 1
 
     def _halve(self) -> None:
-        """Make one bucket of each two."""
+        """Merge each two buckets."""
         whole, half = self.count, (self.count + 1) // 2
         pairs = whole // 2
         low, high, last = self._cells
@@ -217,7 +221,7 @@ class Sheet:
 
 
 def merged(envelope: Envelope, most: int) -> Envelope:
-    """A curve in at most `most` buckets, made of neighbours; least and greatest stay exact."""
+    """A curve in at most `most` buckets, merged of neighbours; least and greatest stay exact."""
     count = len(envelope.step)
     if count <= most:
         return envelope
@@ -234,7 +238,7 @@ def merged(envelope: Envelope, most: int) -> Envelope:
 
 
 def of_points(steps: Sequence[int], values: Sequence[float]) -> Envelope:
-    """A curve of which every value is known."""
+    """A curve with a bucket for each value."""
     step, value = np.array(steps, np.int64), np.array(values, np.float64)
     finite = np.isfinite(value)
     shown = np.where(finite, value, np.nan)
@@ -242,16 +246,10 @@ def of_points(steps: Sequence[int], values: Sequence[float]) -> Envelope:
 
 
 def joined(parts: Sequence[Envelope]) -> Envelope:
-    """Parts of a curve as one, by their steps."""
+    """The parts of a curve in one, by their steps."""
     fields: list[Any] = [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
     order = np.argsort(fields[1], kind="stable")
     return Envelope(*(field[order] for field in fields))
-
-
-_FIRST, _LAST, _START, _END, _COUNT = range(5)
-"""What is kept of a bucket's rows: first and last step, bytes in the file, how many there are."""
-_PRESENT = np.uint8(4)
-"""Set where a bucket has a value at all."""
 
 
 def _most_buckets(curves: int) -> int:

@@ -1,64 +1,64 @@
-"""Rows of events as values of curves, and how many curves there may be."""
+"""Rows of events as values of curves, read first or again; and a bound on their number."""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from lockstep.config.files import MAX_TEXT_BYTES, open_to_read
 from lockstep.engine.events import Evaluated, Event, Logged, RunStarted, StepDone
 from lockstep.errors import RunDirectoryError
-from lockstep.observe import event_from_row
 from lockstep.observe.reading.history import step_values
 from lockstep.observe.reading.large.envelopes import Envelope, Row, joined, of_points
+from lockstep.observe.storing.rows import event_from_row
 
 Parse = Callable[[bytes], Any]
 _TRAINING = "training"
 LOGGED = "of log/"
-"""What the name of a sheet begins with that has a logged scalar."""
+"""Prefix of the names of sheets of logged scalars."""
 _GREATEST_STEP = 1 << 53
 _FEW = 32
-"""Metrics of an evaluation that its event keeps; all of them are in the curves."""
+"""Metrics that the event of an evaluation keeps; all of them are in the curves."""
 
 
-class Taken:
-    """A row of the file, understood.
+class Parsed(NamedTuple):
+    """A row of the file.
 
     Attributes:
-        event: of the row, without the metrics of a report and most of those of an evaluation.
-        time: of it, in Unix seconds.
-        sheet: where its values belong; None if it has none.
-        row: the values.
+        event: its event, without the metrics of a report and most of those of an evaluation.
+        time: its Unix time.
+        sheet: name of the sheet that its values belong to; None if it has no values.
+        row: its values.
     """
 
-    __slots__ = ("event", "row", "sheet", "time")
+    event: Event
+    time: float
+    sheet: str | None = None
+    row: Row | None = None
 
-    def __init__(self, event: Event, time: float, sheet: str | None, row: Row | None) -> None:
-        self.event, self.time, self.sheet, self.row = event, time, sheet, row
 
-
-class Taker:
-    """Understands rows; names of curves are the same objects from row to row.
+class RowParser:
+    """Parses rows; equal names of curves are the same objects from row to row.
 
     Args:
-        parse: makes an object of a line; raises `ValueError`.
+        parse: function that parses a line of JSON; raises `ValueError`.
     """
 
     def __init__(self, parse: Parse) -> None:
         self._parse = parse
         self._names: dict[str, tuple[list[str], list[str]]] = {}
 
-    def take(self, line: bytes, start: int) -> Taken:
-        """Understand a line that begins at byte `start`.
+    def row(self, line: bytes, start: int) -> Parsed:
+        """Parse the line that begins at byte `start`.
 
         Raises:
-            ValueError: it is no row of events.
+            ValueError: it is not a row of an event.
         """
         row = self._parse(line)
         if not isinstance(row, dict):
@@ -72,15 +72,15 @@ class Taker:
             raise ValueError("metrics: is missing, or no object")
         else:
             few = list(metrics.items())[:_FEW] if row["event"] == "Evaluated" else ()
-            row["metrics"] = dict(few)
+            row |= {"metrics": dict(few), "arrays": {}}  # which may be large
         try:
             event, time = event_from_row(row), float(row["time"])
             if not 0 <= event.step < _GREATEST_STEP:
                 raise ValueError(f"step {event.step} is out of range")
             if metrics is None:
-                return Taken(event, time, None, None)
+                return Parsed(event, time)
             end = start + len(line)
-            return Taken(event, time, *self._values(event, metrics, start, end))
+            return Parsed(event, time, *self._values(event, metrics, start, end))
         except (RunDirectoryError, KeyError, TypeError, OverflowError) as error:
             raise ValueError(str(error)) from None
 
@@ -116,17 +116,12 @@ def lines(file: BinaryIO, start: int, end: int) -> Iterator[tuple[int, bytes]]:
         start += len(line)
 
 
-def without_arrays(event: Event) -> Event:
-    """The event without metrics of more than one number, which may be large."""
-    return replace(event, arrays={}) if isinstance(event, Evaluated) else event
-
-
 Ranges = dict[str, tuple[int, int]]
-"""By the names of sheets, the bytes of a file from which and up to which their rows are."""
+"""The bytes of a file at which the rows of sheets begin and end, by the names of the sheets."""
 
 
 def closest(ranges: Ranges, most: int) -> Ranges:
-    """Those that reach over at most `most` bytes together, the smallest first."""
+    """The smallest ranges that together span at most `most` bytes."""
     found: Ranges = {}
     for sheet, (start, end) in sorted(ranges.items(), key=lambda item: item[1][1] - item[1][0]):
         least = min((one for one, _ in found.values()), default=start)
@@ -136,15 +131,17 @@ def closest(ranges: Ranges, most: int) -> Ranges:
     return found
 
 
-def read_again(path: Path, file_number: int, taker: Taker, ranges: Ranges) -> dict[str, list[Row]]:
-    """The rows of some sheets; none if the file cannot be read, or is another one.
+def read_again(
+    path: Path, file_number: int, parser: RowParser, ranges: Ranges
+) -> dict[str, list[Row]]:
+    """The rows of some sheets; none if the file cannot be read or was replaced.
 
-    All that is between the first and the last of them is read, once.
+    Everything between the first and the last of them is read, once.
 
     Args:
-        path: of the file.
+        path: path of the file.
         file_number: its inode.
-        taker: understands rows.
+        parser: parses its rows.
         ranges: where the rows of each sheet are.
     """
     if not ranges:
@@ -154,10 +151,10 @@ def read_again(path: Path, file_number: int, taker: Taker, ranges: Ranges) -> di
         with open_to_read(path) as file:
             if os.fstat(file.fileno()).st_ino != file_number:
                 return {}
-            found = survivors(file, taker, ranges, start, end)
+            found = survivors(file, parser, ranges, start, end)
     except OSError:
         return {}
-    # What is beside a sheet's own range may come again where nothing has been read.
+    # Rows outside of a sheet's own range may come again in bytes that were not read.
     return {
         sheet: [row for row in rows if ranges[sheet][0] <= row.start < ranges[sheet][1]]
         for sheet, rows in found.items()
@@ -165,25 +162,25 @@ def read_again(path: Path, file_number: int, taker: Taker, ranges: Ranges) -> di
 
 
 def survivors(
-    file: BinaryIO, taker: Taker, sheets: Collection[str], start: int, end: int
+    file: BinaryIO, parser: RowParser, sheets: Collection[str], start: int, end: int
 ) -> dict[str, list[Row]]:
-    """The rows of some sheets in a part of a file, but for those of steps that came again in it.
+    """The rows of some sheets in a part of a file, without those of steps that came again in it.
 
     Raises:
         OSError: the file cannot be read.
     """
     found: dict[str, list[Row]] = {sheet: [] for sheet in sheets}
-    for place, line in lines(file, start, end):
+    for byte, line in lines(file, start, end):
         try:
-            taken = taker.take(line, place)
+            event, _, sheet, row = parser.row(line, byte)
         except ValueError:
             continue
-        if isinstance(taken.event, RunStarted) and not taken.event.continued:
+        if isinstance(event, RunStarted) and not event.continued:
             for rows in found.values():
-                _cut(rows, taken.event.step)
-        elif taken.row is not None and taken.sheet is not None and taken.sheet in found:
-            _cut(found[taken.sheet], taken.row.step - 1)
-            found[taken.sheet].append(taken.row)
+                _cut(rows, event.step)
+        elif row is not None and sheet in found:
+            _cut(found[sheet], row.step - 1)
+            found[sheet].append(row)
     return found
 
 
@@ -193,62 +190,57 @@ def _cut(rows: list[Row], last: int) -> None:
 
 
 def points(rows: Sequence[Row], name: str) -> Envelope | None:
-    """A curve in some rows, value by value; None if it is in none."""
+    """A curve in some rows, value by value; None if no row has it."""
     steps: list[int] = []
     values: list[float] = []
     names: Sequence[str] = ()
-    place = -1
+    column = -1
     for row in rows:
         if row.names is not names:
             names = row.names
-            place = names.index(name) if name in names else -1
-        if place >= 0:
+            column = names.index(name) if name in names else -1
+        if column >= 0:
             steps.append(row.step)
-            values.append(float(row.values[place]))
+            values.append(float(row.values[column]))
     return of_points(steps, values) if steps else None
 
 
 def finest(
     name: str, parts: Sequence[tuple[str, Envelope]], rows: Mapping[str, Sequence[Row]]
 ) -> Envelope:
-    """A curve of its parts: of rows that were read again, and of envelopes where none were.
+    """A curve, value by value where rows were read again, else of the envelopes of sheets.
 
     Args:
-        name: of the curve.
-        parts: what sheets have of it, with their names.
-        rows: what was read again, by the names of the sheets.
+        name: name of the curve.
+        parts: its parts in sheets, with the names of these.
+        rows: rows that were read again, by the names of their sheets.
     """
-    if not parts:
-        return of_points([], [])
     found = [points(rows.get(key, ()), name) or part for key, part in parts]
-    return found[0] if len(found) == 1 else joined(found)
+    return joined(found) if found else of_points([], [])
 
 
 _MOST_SHEETS = 256
-"""Of what was logged, and as many of splits."""
+"""The number of sheets of logged scalars, and of sheets of splits."""
 _MOST_LEFT_OUT = 4096
-"""Names without a sheet that are told; of more, no more is said."""
+"""The number of names without a sheet that are reported."""
 
 
-class Room:
-    """Counts sheets; many of what was logged leave room for splits."""
+class SheetLimit:
+    """Bounds the number of sheets; those of logged scalars do not count against splits."""
 
     def __init__(self) -> None:
-        self._num_logged = self._num_splits = 0
+        self._nums: Counter[bool] = Counter()
         self._left_out: set[int] = set()
 
     def take(self, name: str) -> bool:
-        """Whether a sheet of a new name may come, which then counts."""
-        if name.startswith(LOGGED):
-            has_room = self._num_logged < _MOST_SHEETS
-            self._num_logged += has_room
-        else:
-            has_room = self._num_splits < _MOST_SHEETS
-            self._num_splits += has_room
+        """Whether there may be a sheet of a new name, which then counts."""
+        is_logged = name.startswith(LOGGED)
+        has_room = self._nums[is_logged] < _MOST_SHEETS
+        self._nums[is_logged] += has_room
         return has_room
 
     def problem(self, name: str) -> str:
-        """What is to be told of a name that has no sheet; empty if it was told before."""
+        """The message about a name without a sheet; empty if it was reported before."""
         key = hash(name)  # names may be long
         if key in self._left_out or len(self._left_out) == _MOST_LEFT_OUT:
             return ""

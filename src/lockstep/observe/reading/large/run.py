@@ -1,10 +1,11 @@
-"""Runs of any size: a sample of rows first, then all in slices of time, as envelopes."""
+"""Runs of any size: first a sample of the rows, then all of them in slices of time."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -14,45 +15,43 @@ from typing import BinaryIO
 from lockstep.config.files import MAX_TEXT_BYTES, open_to_read
 from lockstep.config.parsing import parse_object
 from lockstep.engine.events import StepDone
-from lockstep.observe.reading.follow import EVENTS, is_continued
+from lockstep.observe.reading.follow import EVENTS, EventLines, too_long
 from lockstep.observe.reading.history import History
 from lockstep.observe.reading.large.envelopes import MOST_CURVES, Envelope, Row, Sheet, merged
 from lockstep.observe.reading.large.rows import (
     Parse,
     Ranges,
-    Room,
-    Taker,
+    RowParser,
+    SheetLimit,
     closest,
     finest,
     lines,
     read_again,
-    without_arrays,
 )
 
 _SAMPLES = 256
 _SMALL = 8 << 20
-"""A file below this size is not sampled: it is read sooner than one would look."""
+"""A file below this size is not sampled, since it is read at once."""
 _MOST_READ_AGAIN = 64 << 20
 """Bytes that are read again for parts of curves."""
 _SAMPLED = ""
-"""Stands for the name of a sheet that has a part of the values only."""
+"""Name of all sheets of sampled rows, which are never read again."""
 
 
 class LargeRun:
-    """Keeps what the events of a run tell up to date, in bounded memory; used from any thread.
+    """Keeps the events of a run up to date in bounded memory; used from any thread.
 
     Args:
-        run_dir: of the run.
-        parse: makes an object of a line; raises `ValueError` if it cannot.
+        run_dir: run directory.
+        parse: function that parses a line of JSON; raises `ValueError`.
 
     Attributes:
-        run_dir: of the run.
-        history: what its events tell, without curves.
-        generation: another number after the file was replaced: nothing known before holds.
-        offset: bytes that have been read.
-        size: bytes that there are.
-        num_rows: rows that have been read.
-        names: of the curves, in the order in which they came.
+        run_dir: run directory.
+        history: the events, without curves.
+        generation: a number that changes when the file was replaced, which invalidates the rest.
+        size: size of the file in bytes.
+        num_rows: number of rows that have been read.
+        names: names of the curves, in the order of their appearance.
         newest: the newest report of steps.
         problem: why the file cannot be read; empty if it can.
     """
@@ -62,39 +61,43 @@ class LargeRun:
         self._events = run_dir / EVENTS
         self.generation = 0
         self._parse = parse
-        self._taker = Taker(parse)
+        self._parser = RowParser(parse)
         self.lock = RLock()
         self._forget()
 
     def _forget(self) -> None:
         self.history = History(_Cutter(self))
         self.generation += 1
-        self.offset = self.size = self.num_rows = 0
+        self.size = self.num_rows = 0
         self.names: list[str] = []
         self.newest: StepDone | None = None
         self.problem = ""
-        self._file_number, self._newest_line = 0, b""
-        self._is_within = False  # a row that is too long, of which a part has been read
+        self._lines = EventLines()
         self._sheets: dict[str, Sheet] = {}
         self._sampled: dict[str, Sheet] = {}
-        self._room, self._room_of_sample = Room(), Room()
+        self._limit, self._sample_limit = SheetLimit(), SheetLimit()
         self._known: set[str] = set()
         self._listed: dict[Sheet, int] = {}
         self._is_sampled = self._is_at_end = False
 
     @property
     def is_whole(self) -> bool:
-        """Whether all that the file holds is known."""
+        """Whether the whole file has been read."""
         return self._is_at_end
 
     @property
+    def offset(self) -> int:
+        """The number of bytes that have been read."""
+        return self._lines.offset
+
+    @property
     def num_bytes(self) -> int:
-        """Memory of the curves."""
+        """The memory of the curves in bytes."""
         return sum(sheet.num_bytes for sheet in self._all_sheets())
 
     @property
     def sampled_of(self) -> int:
-        """Of how many rows, about, one was looked at; 1 where all were."""
+        """About how many rows there are for each that was read; 1 if all were."""
         count = max((sheet.count for sheet in self._sampled.values()), default=0)
         if not count or not self.num_rows:
             return 1
@@ -102,7 +105,7 @@ class LargeRun:
         return max(1, round(rows / count))
 
     def advance(self, budget_s: float) -> bool:
-        """Read on for some time; returns whether there was anything.
+        """Read further rows for some time; returns whether anything has changed.
 
         Args:
             budget_s: seconds after which it stops, at the end of a row.
@@ -122,23 +125,23 @@ class LargeRun:
             return problem != was
 
     def curves(self, names: Sequence[str], first: int, last: int, most: int) -> list[Envelope]:
-        """The same parts of several curves; others can use the run while rows are read again.
+        """The same part of several curves; the lock is free while rows are read again.
 
         Args:
-            names: of the curves.
-            first: step at which they begin; a bucket that reaches over it is part of them.
-            last: step at which they end.
-            most: greatest number of buckets of each.
+            names: names of the curves.
+            first: first step; a bucket that contains it is included as a whole.
+            last: last step.
+            most: greatest number of buckets of each curve.
 
         Returns:
-            They. If `generation` is another one than before, of the file that was replaced.
+            The curves; if `generation` has changed meanwhile, those of the replaced file.
         """
         with self.lock:
-            generation, file_number = self.generation, self._file_number
+            generation, file_number = self.generation, self._lines.file_number
             coarse: Ranges = {}
             parts = [list(self._parts(name, first, last, most, coarse)) for name in names]
         coarse = closest(coarse, _MOST_READ_AGAIN)
-        rows = read_again(self._events, file_number, Taker(self._parse), coarse)
+        rows = read_again(self._events, file_number, RowParser(self._parse), coarse)
         if self.generation != generation:
             rows = {}
         curves = (finest(*pair, rows) for pair in zip(names, parts, strict=True))
@@ -147,7 +150,7 @@ class LargeRun:
     def _parts(
         self, name: str, first: int, last: int, most: int, coarse: Ranges
     ) -> Iterator[tuple[str, Envelope]]:
-        """What the sheets have of a curve, with their names; notes which ones are too coarse."""
+        """A curve in the sheets, with their names; notes those that are too coarse."""
         read = -1
         for key, sheet in self._sheets.items():
             if name not in sheet.columns:
@@ -166,7 +169,7 @@ class LargeRun:
                 yield _SAMPLED, part
 
     def cut(self, last: int) -> None:
-        """Remove what is of later steps, of all curves."""
+        """Remove the values of later steps from all curves."""
         for sheet in self._sheets.values():
             sheet.cut(last)
 
@@ -174,14 +177,12 @@ class LargeRun:
         return [*self._sheets.values(), *self._sampled.values()]
 
     def _look(self, file: BinaryIO) -> None:
-        """Begin anew if it is another file than the one that was read."""
+        """Start from the beginning if the file was replaced."""
         status = os.fstat(file.fileno())
-        is_same = status.st_ino == self._file_number
-        is_same = is_same and is_continued(file, self.offset, self._newest_line)
-        if not is_same:
-            if self._file_number:
+        if not self._lines.are_in(file):
+            if self._lines.file_number:
                 self._forget()
-            self._file_number = status.st_ino
+            self._lines = EventLines(status.st_ino)
         self.size = status.st_size
         self.problem = ""
         if not self._is_sampled:
@@ -191,52 +192,46 @@ class LargeRun:
 
     def _read(self, file: BinaryIO, deadline: float) -> bool:
         before, was_at_end = self.offset, self._is_at_end
-        file.seek(self.offset)
         self._is_at_end = False
-        while time.monotonic() < deadline:
-            line = file.readline(MAX_TEXT_BYTES)
-            if not line.endswith(b"\n") and len(line) < MAX_TEXT_BYTES:
-                # A last line that is not yet whole is read next time.
-                self._is_at_end = True
-                self._sampled.clear()
+        for start, line in self._lines.read(file):
+            self._take(start, line)
+            if time.monotonic() >= deadline:
                 break
-            self._take(line)
-            self.offset += len(line)
-            self._newest_line = line
+        else:
+            self._is_at_end = True
+            self._sampled.clear()
         self._list_names()
         return self.offset != before or self._is_at_end != was_at_end
 
-    def _take(self, line: bytes) -> None:
-        is_rest, self._is_within = self._is_within, not line.endswith(b"\n")
-        if is_rest:
-            return
+    def _take(self, start: int, line: bytes | None) -> None:
         self.num_rows += 1
         try:
-            if self._is_within:
-                raise ValueError(f"a row of more than {MAX_TEXT_BYTES:,} bytes is left out")
-            taken = self._taker.take(line, self.offset)
+            if line is None:
+                raise ValueError(too_long())
+            event, at, name, row = self._parser.row(line, start)
         except ValueError as error:
-            self._add_problem(str(error))
+            self._add_problem(start, str(error))
             return
-        self.history.add_event(without_arrays(taken.event), taken.time)
-        if isinstance(taken.event, StepDone):
-            self.newest = taken.event
-        if taken.row is None or taken.sheet is None:
+        self.history.add_event(event, at)
+        if isinstance(event, StepDone):
+            self.newest = event
+        if row is None or name is None:
             return
-        sheet = self._sheets.get(taken.sheet)
+        sheet = self._sheets.get(name)
         if sheet is None:
-            if not self._room.take(taken.sheet):
-                if problem := self._room.problem(taken.sheet):
-                    self._add_problem(problem)
+            if not self._limit.take(name):
+                if problem := self._limit.problem(name):
+                    self._add_problem(start, problem)
                 return
-            sheet = self._sheets[taken.sheet] = Sheet(partial(self._survivors, taken.sheet))
+            sheet = self._sheets[name] = Sheet(partial(self._survivors, name))
         was_dropped = sheet.dropped
-        sheet.add(taken.row)
+        sheet.add(row)
         if sheet.dropped and not was_dropped:
-            self._add_problem(f"more than {MOST_CURVES:,} metrics: the further ones are left out")
+            problem = f"more than {MOST_CURVES:,} metrics: the further ones are left out"
+            self._add_problem(start, problem)
 
-    def _add_problem(self, problem: str) -> None:
-        self.history.add_problem(f"{EVENTS}: byte {self.offset:,}: {problem}")
+    def _add_problem(self, start: int, problem: str) -> None:
+        self.history.add_problem(f"{EVENTS}: byte {start:,}: {problem}")
 
     def _list_names(self) -> None:
         for sheet in self._all_sheets():
@@ -247,48 +242,39 @@ class LargeRun:
             self._listed[sheet] = len(sheet.columns)
 
     def _sample(self, file: BinaryIO) -> None:
-        """Look at rows at even distances."""
+        """Read rows at even distances."""
         end = 0
         for number in range(_SAMPLES):
-            place = self.size * number // _SAMPLES
-            if place < end:
+            begin = self.size * number // _SAMPLES
+            if begin < end:
                 continue
-            if place:
-                file.seek(place)
-                place += len(file.readline(MAX_TEXT_BYTES))
-            for start, line in lines(file, place, min(place + 1, self.size)):
+            if begin:
+                file.seek(begin)
+                begin += len(file.readline(MAX_TEXT_BYTES))
+            for start, line in lines(file, begin, min(begin + 1, self.size)):
                 end = start + len(line)
-                self._take_sample(line, start)
-
-    def _take_sample(self, line: bytes, start: int) -> None:
-        try:
-            taken = self._taker.take(line, start)
-        except ValueError:
-            return
-        if taken.row is None or taken.sheet is None:
-            return
-        if taken.sheet in self._sampled or self._room_of_sample.take(taken.sheet):
-            self._sampled.setdefault(taken.sheet, Sheet(_nothing)).add(taken.row)
+                with suppress(ValueError):
+                    _, _, name, row = self._parser.row(line, start)
+                    if row is None or name is None:
+                        continue
+                    if name in self._sampled or self._sample_limit.take(name):
+                        self._sampled.setdefault(name, Sheet(lambda *_: ())).add(row)
 
     def _survivors(self, sheet: str, start: int, end: int, last: int) -> Iterable[Row]:
         part = {sheet: (start, end)}
-        rows = read_again(self._events, self._file_number, self._taker, part)
+        rows = read_again(self._events, self._lines.file_number, self._parser, part)
         return [row for row in rows.get(sheet, ()) if row.step <= last]
 
 
 class _Cutter:
-    """Passes on which steps come again; values come to the sheets by another way."""
+    """A store of curves that only passes on cuts: the sheets take the values themselves."""
 
     def __init__(self, run: LargeRun) -> None:
         self._run = run
 
     def add(self, step: int, values: object, origin: object = None) -> None:
-        """Nothing: the sheets have the values already."""
+        """Ignore the values."""
 
     def cut(self, last: int) -> None:
-        """Remove what is of later steps, of all curves."""
+        """Remove the values of later steps from all curves."""
         self._run.cut(last)
-
-
-def _nothing(start: int, end: int, last: int) -> Iterable[Row]:
-    return ()

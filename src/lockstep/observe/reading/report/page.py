@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -54,7 +53,7 @@ class Picture:
     """A figure of matplotlib.
 
     Attributes:
-        name: of its files.
+        name: name of its files.
         title: what it shows.
         figure: `matplotlib.figure.Figure`.
     """
@@ -66,10 +65,10 @@ class Picture:
 
 @dataclass(frozen=True)
 class Image:
-    """A picture that is there already.
+    """A picture that a run has logged.
 
     Attributes:
-        name: of its file.
+        name: name of its file.
         title: what it shows.
         png: content of a PNG file.
     """
@@ -91,9 +90,7 @@ def as_html(blocks: Iterable[Block]) -> str:
     """The page, which loads nothing and runs nothing."""
     known = list(blocks)
     title = next((b.text for b in known if isinstance(b, Heading)), "report")
-    style = (
-        files("lockstep.observe.reading.report").joinpath("page.css").read_text(encoding="utf-8")
-    )
+    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     parts = [
         "<!DOCTYPE html>",
         '<html lang="en">',
@@ -144,7 +141,7 @@ def as_markdown(blocks: Iterable[Block], pictures: str) -> str:
     """The page as Markdown.
 
     Args:
-        blocks: of the report.
+        blocks: blocks of the report.
         pictures: folder of the pictures, as links name it.
     """
     return "\n".join(line for block in blocks for line in (*_markdown(block, pictures), ""))
@@ -174,7 +171,7 @@ def _markdown(block: Block, pictures: str) -> Iterator[str]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a page, as a whole or not at all.
+    """Write a page, completely or not at all.
 
     Raises:
         DataError: it cannot be written.
@@ -187,36 +184,32 @@ def write_text(path: Path, text: str) -> None:
         raise DataError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
-def write_pictures(blocks: Iterable[Block], folder: Path, kinds: Iterable[str]) -> list[Path]:
+def write_pictures(blocks: Iterable[Block], folder: Path, kinds: Sequence[str]) -> list[Path]:
     """Write the pictures of a report.
 
     Args:
-        blocks: of the report.
-        folder: created if it is not there.
-        kinds: `svg`, `png`; of figures, as images are PNG files.
+        blocks: blocks of the report.
+        folder: folder of the files; created if it does not exist.
+        kinds: `svg`, `png`: formats of the figures; images are PNG files.
 
     Raises:
         DataError: one cannot be written.
     """
-    written: list[Path] = []
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in _files(blocks, tuple(kinds)):
-            with replacing_binary(folder / name) as file:
-                file.write(content)
-            written.append(folder / name)
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be written: {error.strerror or error}") from None
-    return written
-
-
-def _files(blocks: Iterable[Block], kinds: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+    files: dict[Path, bytes] = {}
     for block in blocks:
         if isinstance(block, Picture):
             for kind in kinds:
-                yield f"{block.name}.{kind}", rendered(block, kind)
+                files[folder / f"{block.name}.{kind}"] = rendered(block, kind)
         elif isinstance(block, Image):
-            yield f"{block.name}.png", block.png
+            files[folder / f"{block.name}.png"] = block.png
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, content in files.items():
+            with replacing_binary(path) as file:
+                file.write(content)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be written: {error.strerror or error}") from None
+    return list(files)
 
 
 def rendered(picture: Picture, kind: str) -> bytes:
@@ -225,9 +218,9 @@ def rendered(picture: Picture, kind: str) -> bytes:
 
     file = io.BytesIO()
     metadata = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
-    # Names inside an SVG are made with it, and must not be those of another one on the page.
+    # The salt makes ids inside an SVG, which must differ from those of others on the page.
     with mpl.rc_context({"svg.hashsalt": picture.name}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # a box stands for a sign that the font lacks
+        warnings.filterwarnings("ignore", "Glyph")  # the font may lack a character
         picture.figure.savefig(file, format=kind, dpi=_DPI, metadata=metadata)
     return file.getvalue()
 

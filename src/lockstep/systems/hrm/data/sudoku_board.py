@@ -23,7 +23,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import permutations, product
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -72,9 +71,7 @@ class Board:
         return np.asarray(row // self.box_rows * self.box_rows + column // self.box_columns)
 
 
-_BOARDS: Mapping[int, Board] = MappingProxyType(
-    {4: Board(4, 2, 2), 6: Board(6, 2, 3), 9: Board(9, 3, 3)}
-)
+_BOARDS: Mapping[int, Board] = {4: Board(4, 2, 2), 6: Board(6, 2, 3), 9: Board(9, 3, 3)}
 
 
 def board_of(side: int) -> Board:

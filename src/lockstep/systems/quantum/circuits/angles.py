@@ -31,6 +31,18 @@ def as_integer(value: object, name: str) -> int:
     return int(value.__index__())
 
 
+def as_count(value: object, name: str, least: int = 1) -> int:
+    """An integer that is not below `least`.
+
+    Raises:
+        ConfigError: the value is not one.
+    """
+    count = as_integer(value, name)
+    if count < least:
+        raise ConfigError(f"{name}={value}: must be at least {least}")
+    return count
+
+
 def as_number(value: object, name: str) -> float:
     """A finite real number, as a float.
 

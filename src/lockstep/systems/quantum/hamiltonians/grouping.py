@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError
-from lockstep.systems.quantum.circuits.angles import Angle, Expression, as_integer
+from lockstep.systems.quantum.circuits.angles import Angle, Expression, as_count
 from lockstep.systems.quantum.circuits.circuit import Circuit, Gate, gate
 from lockstep.systems.quantum.hamiltonians.operator import (
     Masks,
@@ -194,8 +194,7 @@ class Group:
             ConfigError: `shots` is less than 1, or the states are of another number of qubits or
                 not of norm 1.
         """
-        if as_integer(shots, "shots") < 1:
-            raise ConfigError(f"shots={shots}: must be at least 1")
+        as_count(shots, "shots")
         rows = self.probabilities(states.detach()).reshape(-1, states.shape[-1])
         if not ((rows.sum(-1) - 1).abs() < _NORM).all():
             raise ConfigError("only states of norm 1 can be measured")

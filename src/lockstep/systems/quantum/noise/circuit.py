@@ -20,6 +20,7 @@ from lockstep.systems.quantum.circuits.circuit import (
     gate,
 )
 from lockstep.systems.quantum.noise.channels import Channel
+from lockstep.systems.quantum.simulation.measure import check_probabilities
 
 
 def checked_circuit(circuit: DynamicCircuit) -> DynamicCircuit:
@@ -99,8 +100,7 @@ def misread(likely: Tensor, confusion: Sequence[object]) -> Tensor:
     Raises:
         ConfigError: there are not n confusion matrices, or one is none.
     """
-    if not isinstance(likely, Tensor) or not likely.is_floating_point() or not likely.dim():
-        raise ConfigError(f"probabilities must be a real tensor, not {kind_of(likely)}")
+    check_probabilities(likely)
     size = likely.shape[-1]
     if size != 1 << len(confusion):
         raise ConfigError(f"{len(confusion)} confusion matrices for {size} outcomes")

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError
-from lockstep.systems.quantum.circuits.angles import as_integer, as_number, kind_of
+from lockstep.systems.quantum.circuits.angles import (
+    as_count,
+    as_integer,
+    as_number,
+    kind_of,
+)
 from lockstep.systems.quantum.simulation.adjoint import is_transformed
 
 _MOST_CATEGORIES = 1 << 24
@@ -169,7 +174,7 @@ class PauliSum:
         Raises:
             ConfigError: `shots` is less than 1, or the states are of another number of qubits.
         """
-        _check_shots(shots)
+        as_count(shots, "shots")
         likely = ((1 + self.terms(states)) / 2).clamp(0, 1)  # P(+1) of each string
         counts = torch.binomial(torch.full_like(likely, shots), likely, generator=generator)
         return (2 * counts / shots - 1) @ likely.new_tensor(self.coefficients)
@@ -254,13 +259,22 @@ def sample_frequencies(
     Raises:
         ConfigError: `shots` is less than 1, or `likely` is not a real tensor.
     """
-    _check_shots(shots)
-    if not isinstance(likely, Tensor) or not likely.is_floating_point() or not likely.dim():
-        raise ConfigError(f"probabilities must be a real tensor, not {kind_of(likely)}")
+    as_count(shots, "shots")
+    check_probabilities(likely)
     rows = likely.detach().reshape(-1, likely.shape[-1]).clamp(min=0)
     drawn = draw(rows, shots, generator)
     counts = torch.zeros_like(rows).scatter_add_(1, drawn, torch.ones_like(drawn, dtype=rows.dtype))
     return (counts / shots).view(likely.shape)
+
+
+def check_probabilities(likely: Tensor) -> None:
+    """Check that probabilities are a real tensor [..., outcomes].
+
+    Raises:
+        ConfigError: they are not.
+    """
+    if not isinstance(likely, Tensor) or not likely.is_floating_point() or not likely.dim():
+        raise ConfigError(f"probabilities must be a real tensor, not {kind_of(likely)}")
 
 
 def draw(rows: Tensor, shots: int, generator: torch.Generator | None = None) -> Tensor:
@@ -282,8 +296,3 @@ def draw(rows: Tensor, shots: int, generator: torch.Generator | None = None) -> 
     levels = torch.rand(shape, dtype=torch.float64, device=rows.device, generator=generator)
     drawn = torch.searchsorted(sums, levels * sums[:, -1:], right=True)
     return drawn.clamp(max=rows.shape[-1] - 1)
-
-
-def _check_shots(shots: int) -> None:
-    if as_integer(shots, "shots") < 1:
-        raise ConfigError(f"shots={shots}: must be at least 1")

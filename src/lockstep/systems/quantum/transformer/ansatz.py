@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError
-from lockstep.systems.quantum.circuits.angles import as_integer, as_number
+from lockstep.systems.quantum.circuits.angles import as_count, as_integer, as_number
 from lockstep.systems.quantum.simulation.parts import check_fits
 
 WORD_SCALE = 0.1
@@ -223,9 +223,8 @@ def check_model(
         raise ConfigError("the vocabulary must be a sequence of words, each of one line")
     if as_integer(dim, "dim") < 2 or dim & (dim - 1):
         raise ConfigError(f"dim={dim}: must be a power of two from 2 on")
-    for name, value in (("num_layers", num_layers), ("restarts", restarts)):
-        if as_integer(value, name) < 1:
-            raise ConfigError(f"{name}={value}: must be at least 1")
+    as_count(num_layers, "num_layers")
+    as_count(restarts, "restarts")
     if not 0 <= as_integer(seed, "seed") < 1 << 64:
         raise ConfigError(f"seed={seed}: must be from 0 to 2^64 - 1")
     if dtype not in (torch.float64, torch.float32):

@@ -144,8 +144,7 @@ def draw(cell: npt.NDArray[np.int64], time: npt.NDArray[np.int32] | int) -> npt.
             state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
             state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
             state ^= state >> np.uint64(31)
-    numbers: npt.NDArray[np.float64] = (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    return numbers
+    return np.asarray((state >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
 def keep_bands(sources: Sequence[Source], selection: Selection, cache: Path) -> list[Path]:
@@ -274,8 +273,7 @@ def _keep(
 
 def _flat(axis: np.ma.MaskedArray[Any, Any]) -> npt.NDArray[np.float32]:
     """Coordinates of all cells; NaN where they are missing."""
-    flat: npt.NDArray[np.float32] = np.ma.filled(axis.astype(np.float32), np.nan).reshape(-1)
-    return flat
+    return np.asarray(np.ma.filled(axis.astype(np.float32), np.nan).reshape(-1))
 
 
 def _hint(counts: npt.NDArray[np.int64], selection: Selection) -> str:

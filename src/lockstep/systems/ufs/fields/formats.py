@@ -116,8 +116,7 @@ class PairScene(Scene):
         thickness = file.read(THICKNESS, self._index("ocean", THICKNESS, rows))
         factor = conversion("m", file.unit_of(THICKNESS, "m", "m")).factor
         most = MOST_THICKNESS / factor
-        is_ocean: Bools = np.ma.filled((thickness > 0) & (thickness <= most), False)
-        return is_ocean
+        return np.asarray(np.ma.filled((thickness > 0) & (thickness <= most), False))
 
     def coordinates(self, rows: slice) -> Coordinates:
         """Latitude and longitude of the ocean's file."""
@@ -211,8 +210,7 @@ class HistoryScene(Scene):
 
     def ocean(self, rows: slice) -> Bools:
         """Which cells of some rows are ocean: those where umask or tmask is 1."""
-        mask: Bools = np.ma.filled(self._stored(self._mask, rows, True) == 1, False)
-        return mask
+        return np.asarray(np.ma.filled(self._stored(self._mask, rows, True) == 1, False))
 
     def coordinates(self, rows: slice) -> Coordinates:
         """Latitude and longitude: ULAT and ULON, or TLAT and TLON."""

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,13 +24,11 @@ Box = tuple[float, float, float, float]
 EVERYWHERE: Box = (-90.0, 90.0, -180.0, 180.0)
 """The whole globe."""
 
-REGIONS: Mapping[str, Box] = MappingProxyType(
-    {
-        "global": EVERYWHERE,
-        "arctic": (50.0, 90.0, -180.0, 180.0),
-        "antarctic": (-90.0, -50.0, -180.0, 180.0),
-    }
-)
+REGIONS: Mapping[str, Box] = {
+    "global": EVERYWHERE,
+    "arctic": (50.0, 90.0, -180.0, 180.0),
+    "antarctic": (-90.0, -50.0, -180.0, 180.0),
+}
 """Regions that have a name."""
 
 TOLERANCE_DEG = 1e-4
@@ -158,8 +155,7 @@ def _direction(values: npt.NDArray[Any]) -> float:
 def filled(axis: Masked) -> npt.NDArray[Any]:
     """Coordinates as floats, NaN where they are missing."""
     floats = axis if axis.dtype.kind == "f" else axis.astype(np.float64)
-    values: npt.NDArray[Any] = np.ma.filled(floats, np.nan)
-    return values
+    return np.asarray(np.ma.filled(floats, np.nan))
 
 
 @dataclass(frozen=True)

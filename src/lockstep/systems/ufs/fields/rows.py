@@ -104,8 +104,8 @@ def blocks(rows: Rows, num_columns: int, size: int) -> Ints:
         Numbers of blocks, [N], int64.
     """
     across = -(-num_columns // size)
-    numbers: Ints = rows.cell // num_columns // size * across + rows.cell % num_columns // size
-    return numbers
+    row, column = np.divmod(rows.cell, num_columns)
+    return np.asarray(row // size * across + column // size)
 
 
 def split(

@@ -81,8 +81,7 @@ def inside(latitude: Floats, region: str) -> npt.NDArray[np.bool_]:
 
 def at_edge(concentration: Floats) -> npt.NDArray[np.bool_]:
     """Which points [N] are at the ice edge: bool [N], from ice concentrations."""
-    is_edge: npt.NDArray[np.bool_] = (concentration > EDGE[0]) & (concentration < EDGE[1])
-    return is_edge
+    return np.asarray((concentration > EDGE[0]) & (concentration < EDGE[1]))
 
 
 def relative_error(learned: Floats, true: Floats) -> float:

@@ -162,7 +162,7 @@ def test_survivors_have_all_rows_if_no_neighbours_died(former, data):
         if not is_new:
             tables.each[0].parts = held[left[transport.rank]].each[0].parts
         before = tables.each[0].parts
-        is_lost = tables.deal_out()
+        is_lost = tables.redistribute()
         if is_lost:
             assert tables.each[0].parts is before
             return None
@@ -197,7 +197,7 @@ def test_files_are_the_same_on_any_number_of_ranks(tmp_path, monkeypatch):
         before = tables.digest()
         tables.start()
         assert tables.digest() != before
-        with tables.borrowed(folder):
+        with tables.temporary(folder):
             assert tables.digest() == before
         assert tables.digest() != before
         tables.load(folder)
@@ -289,7 +289,7 @@ COUNTED = []
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("together", "steps a row otherwise when others are stepped beside it"),
+        ("together", "steps a row differently when others are stepped beside it"),
         ("draws", "made other rows when it stepped the same again"),
         ("counts", "made other rows when it stepped the same again"),
         ("shape", "cannot step rows: RuntimeError"),

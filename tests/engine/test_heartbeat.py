@@ -1,4 +1,4 @@
-"""A process's sign of life costs a file only while somebody watches it."""
+"""A process's heartbeat uses a file only while a watchdog reads it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_heartbeats_open_no_files_and_watched_ones_close_theirs() -> None:
     assert num_files() == before
 
 
-def test_what_was_told_before_somebody_watched_is_there() -> None:
+def test_beats_from_before_the_watchdog_are_kept() -> None:
     heartbeat = Heartbeat()
     heartbeat.beat()
     heartbeat.arm()

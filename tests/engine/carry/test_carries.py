@@ -1,11 +1,12 @@
-"""What a microbatch carries: taken apart, packed, saved by name, and put together again."""
+"""Carries of microbatches: as trees, packed, saved by name, committed, and sent between ranks."""
 
 import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.thread_transport import on_ranks
 
 from lockstep.engine.carry.carries import (
     Carries,
@@ -17,6 +18,7 @@ from lockstep.engine.carry.carries import (
     pack,
     unpack,
 )
+from lockstep.engine.carry.group import exchanged
 from lockstep.errors import TaskError
 
 CPU = torch.device("cpu")
@@ -143,7 +145,7 @@ def test_a_tree_without_end_is_refused():
         ({"0": None, "1": None}, {"7/h": torch.ones(1)}, "tensor '7/h' is of no microbatch"),
         ({"0": {"set": []}, "1": None}, {}, "microbatch 0: .* is no part of a carry"),
         ({"0": {"tensor": "h", "x": 1}, "1": None}, {"0/h": torch.ones(1)}, "no part of a carry"),
-        ({"0": {"list": [{"tensor": "h"}] * 2}, "1": None}, {"0/h": torch.ones(1)}, "just once"),
+        ({"0": {"list": [{"tensor": "h"}] * 2}, "1": None}, {"0/h": torch.ones(1)}, "exactly once"),
     ],
 )
 def test_a_checkpoint_with_another_carry_is_refused(structures, named, said):
@@ -174,4 +176,31 @@ def test_a_step_counts_from_its_commit_on():
     carries.make(4, two)
     carries.skip()  # fp16
     assert carries.of(3) is one
-    assert carries.held == {3: one, 4: None}
+    assert carries.committed == {3: one, 4: None}
+
+
+def carry_of(number):
+    """A different one for each microbatch; none for every fifth."""
+    if number % 5 == 4:
+        return None
+    return Carry.of({"h": torch.full((number % 3, 2), float(number)), "n": number}, "test")
+
+
+numbers = st.sets(st.integers(0, 9))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(numbers, numbers), min_size=1, max_size=4))
+def test_carries_reach_all_ranks_that_need_them(ranks):
+    def call(transport):
+        own, wanted = ranks[transport.rank]
+        return exchanged(transport, {n: carry_of(n) for n in own}, wanted, CPU)
+
+    there = set().union(*(own for own, _ in ranks))
+    missing = sorted(set().union(*(wanted for _, wanted in ranks)) - there)
+    for (_, wanted), (arrived, lost) in zip(ranks, on_ranks(len(ranks), call), strict=True):
+        assert lost == missing
+        assert sorted(arrived) == sorted(wanted & there)
+        for number, carry in arrived.items():
+            expected = carry_of(number)
+            assert (carry and carry.digest) == (expected and expected.digest)

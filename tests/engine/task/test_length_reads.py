@@ -1,4 +1,4 @@
-"""A config that notes who asks where a run ends."""
+"""A config that notes reads of the run's length."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lockstep.config import TrainConfig
-from lockstep.engine.task.rebuilt import TOTAL_STEPS, Asked, asked_of, plain, watched
+from lockstep.engine.task.rebuilt import TOTAL_STEPS, LengthReads, length_reads, plain, watched
 
 
 class Config(TrainConfig):
@@ -19,9 +19,9 @@ class Config(TrainConfig):
     width: int = 3
 
 
-def seen() -> tuple[Config, Asked]:
-    asked = Asked()
-    return watched(Config(epochs=7), asked), asked
+def seen() -> tuple[Config, LengthReads]:
+    reads = LengthReads()
+    return watched(Config(epochs=7), reads), reads
 
 
 @pytest.mark.parametrize(
@@ -49,19 +49,19 @@ def seen() -> tuple[Config, Asked]:
     ],
 )
 def test_every_way_to_the_length_is_noted(read: Callable[[Any], object]) -> None:
-    config, asked = seen()
+    config, reads = seen()
     read(config)
-    assert asked.names
+    assert reads.names
 
 
 def test_other_keys_are_not() -> None:
-    config, asked = seen()
+    config, reads = seen()
     assert (config.width, config.lr, config.optimizer.name) == (3, 1e-3, "adamw")
     assert isinstance(config, Config)
     assert type(config).__name__ == "Config"
     assert not config.shards_optimizer
-    assert asked_of(config) is asked
-    assert not asked.names
+    assert length_reads(config) is reads
+    assert not reads.names
 
 
 def test_plain_and_pickled_ones_are_the_callers_class() -> None:
@@ -69,25 +69,25 @@ def test_plain_and_pickled_ones_are_the_callers_class() -> None:
     for made in (plain(config), pickle.loads(pickle.dumps(config))):
         assert type(made) is Config
         assert made == Config(epochs=7)
-        assert asked_of(made) is None
+        assert length_reads(made) is None
     assert plain(made) is made
 
 
 def test_watching_again_is_watching_once() -> None:
-    config, asked = seen()
-    other = Asked()
+    config, reads = seen()
+    other = LengthReads()
     again = watched(config, other)
     assert again.epochs == 7
-    assert (len(other.names), len(asked.names)) == (1, 0)
+    assert (len(other.names), len(reads.names)) == (1, 0)
     assert type(plain(again)) is Config
 
 
 def test_what_was_read_travels_as_bits() -> None:
-    config, asked = seen()
-    assert asked.bits == 0
+    config, reads = seen()
+    assert reads.bits == 0
     config.steps  # noqa: B018
-    asked.add([TOTAL_STEPS, "something that all ranks have read in a checkpoint"])
-    other = Asked()
+    reads.add([TOTAL_STEPS, "something that all ranks have read in a checkpoint"])
+    other = LengthReads()
     other.add(["config.epochs"])
-    other.add_bits(asked.bits)
+    other.add_bits(reads.bits)
     assert other.names == {"config.epochs", "config.steps", TOTAL_STEPS}

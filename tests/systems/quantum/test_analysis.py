@@ -6,15 +6,8 @@ import pytest
 import torch
 
 from lockstep.errors import ConfigError
-from lockstep.systems.quantum.analysis.ansaetze import (
+from lockstep.systems.quantum.analysis import (
     ANSAETZE,
-    h_cz_rx,
-    idle,
-    random_axes,
-    ring,
-    rx_rz,
-)
-from lockstep.systems.quantum.analysis.expressibility import (
     decay,
     divergence,
     entangling_capability,
@@ -22,9 +15,14 @@ from lockstep.systems.quantum.analysis.expressibility import (
     fidelities,
     gradient_samples,
     gradient_variance,
+    h_cz_rx,
     haar_entanglement,
+    idle,
     meyer_wallach,
     pauli_z,
+    random_axes,
+    ring,
+    rx_rz,
     two_design_variance,
 )
 from lockstep.systems.quantum.circuits.angles import parameter
@@ -77,9 +75,7 @@ def test_the_divergence_of_what_haar_states_never_are_is_finite() -> None:
 def test_batches_change_no_fidelity(monkeypatch: pytest.MonkeyPatch) -> None:
     circuit = ring(3, 2)
     whole = fidelities(circuit, 21, seed=5)
-    monkeypatch.setattr(
-        "lockstep.systems.quantum.analysis.ansaetze._AMPLITUDES", 56
-    )  # 7 states at a time
+    monkeypatch.setattr("lockstep.systems.quantum.analysis._AMPLITUDES", 56)  # 7 states at a time
     assert (fidelities(circuit, 21, seed=5) - whole).abs().max() < 1e-14
     assert whole.shape == (21,)
     assert not torch.equal(fidelities(circuit, 21, seed=6), whole)

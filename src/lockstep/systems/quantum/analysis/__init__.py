@@ -1,1 +1,0 @@
-"""Properties of ansätze over random angles: gradients, expressibility and entanglement."""
