@@ -98,13 +98,10 @@ def _section_of_results(cases: Sequence[Case], learnt: Mapping[str, Found]) -> S
 def _section_of_steps(case: Case, learnt: Found, rounds: int, folder: Path) -> Section:
     section = Section(
         f"{case.name} over a link of {SHAPE}",
-        f"{RANKS} hosts (network namespaces) with a rank each, whose links carry {SHAPE}, and "
-        f"`{' '.join(case.keys)}`. Bytes: what a rank sends in a step as its transport counts "
-        "them, with headers, scalars and batch norm's statistics, which travel as they are. A step "
-        f"is the median of a training's reports; the least of {rounds} trainings in turn. `faster` "
-        "are ratios within a round. Results are within noise if the mean over the seeds is not "
-        "worse by more than two standard errors of the difference. `compression.buddy=false`, the "
-        "default: copies of what was cut off are not sent.",
+        f"{RANKS} hosts (network namespaces) with a rank each and links of {SHAPE}, "
+        f"`{' '.join(case.keys)}`. `sent`: all bytes of a rank in a step. A step is the median of "
+        f"reports, the least of {rounds} trainings in turn. Results are within noise if the mean "
+        "over the seeds is worse by at most two standard errors.",
         ("compression", "sent a step", "of whole", "step", "faster", "result within noise"),
     )
     timed: dict[str, list[Timed]] = {kind: [] for kind in KINDS}

@@ -116,10 +116,10 @@ def _facts(device: str) -> dict[str, str]:
 def _same_bits(device: str, is_dry: bool) -> Section:
     section = Section(
         "Same bits",
-        "Each recipe three times in one process on the GPU: twice to its end, and once killed "
+        "Each system three times in one process on the GPU: twice to its end, and once killed "
         "(SIGKILL) after its first checkpoint and resumed. The SHA-256 is that of the final "
-        "parameters. Recipes run side by side.",
-        ("recipe", "first run", "second run", "killed and resumed", "test or validation"),
+        "parameters. Systems run side by side.",
+        ("system", "first run", "second run", "killed and resumed", "test or validation"),
     )
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor() as pool:
         ends = pool.map(

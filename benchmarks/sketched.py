@@ -236,7 +236,7 @@ def training(seeds: int, epochs: int) -> Section:
     """Accuracy of the recipe's networks, and what a step takes."""
     section = Section(
         "Training the guide's network",
-        f"The recipe's defaults (Adam, 1e-3, batch 32) on the embedded digits, {epochs} epochs, "
+        f"The system's defaults (Adam, 1e-3, batch 32) on the embedded digits, {epochs} epochs, "
         f"{seeds} seeds: accuracy on the 180 test images, mean and standard deviation, and seconds "
         "of a step in one process.",
         ("layers", "parameters", "test accuracy", "step", "dense / this"),

@@ -77,7 +77,7 @@ def time_to_target(effort: Effort) -> Section:
     """Seconds to a validation loss, with the recipe's defaults: the same steps on any ranks."""
     section = Section(
         f"Time to a validation loss of {TARGET_LOSS:g}",
-        "The recipe's defaults: global batch 1000 in 4 microbatches, evaluated every 100 steps. "
+        "The system's defaults: global batch 1000 in 4 microbatches, evaluated every 100 steps. "
         "Seconds of training and evaluation, without start-up. The bits, and so the steps, are the "
         "same on any number of ranks. Numbers of ranks above the machine's cores are left out.",
         ("", "steps", "time", "1 rank's time / this one's"),
@@ -131,9 +131,9 @@ def reading(effort: Effort) -> Section:
     with tempfile.TemporaryDirectory() as folder:
         alternate([Program("write", "ufs_reading.py", (folder, "--write"))], 1)
         programs = [
-            Program("recipe", "ufs_reading.py", (folder,)),
-            Program("recipe, 2 ranks", "ufs_reading.py", (folder,), "mpirun", 2),
-            Program("recipe, from what is kept", "ufs_reading.py", (folder, "--again")),
+            Program("system", "ufs_reading.py", (folder,)),
+            Program("system, 2 ranks", "ufs_reading.py", (folder,), "mpirun", 2),
+            Program("system, from what is kept", "ufs_reading.py", (folder, "--again")),
             Program("read(2)", "ufs_reading.py", (folder, "--raw")),
             Program("netCDF4 alone", "ufs_reading.py", (folder, "--netcdf")),
         ]
@@ -144,7 +144,7 @@ def reading(effort: Effort) -> Section:
         speed = Spread.of([r["mb_per_s"] for r in found])
         seconds = Spread.of([r["seconds"] for r in found])
         section.rows.append((program.name, duration(seconds), number(speed), number(memory)))
-    whole = results["recipe"][0]["mib_of_data"]
+    whole = results["system"][0]["mib_of_data"]
     section.verdicts.append(f"- All values together are {whole:.0f} MiB.")
     section.raw = dict(results)
     return section

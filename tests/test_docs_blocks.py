@@ -69,6 +69,18 @@ def test_links_of_the_readme_lead_somewhere() -> None:
             assert "://" in target or (ROOT / target).exists(), f"{page.name}: {target}"
 
 
+def test_every_page_is_two_clicks_from_the_first() -> None:
+    docs = ROOT / "docs"
+
+    def linked(page: Path) -> set[Path]:
+        targets = re.findall(r"\]\(([^)#\s]+\.md)", page.read_text(encoding="utf-8"))
+        return {(page.parent / target).resolve() for target in targets}
+
+    near = linked(docs / "index.md")
+    near |= {page for first in near for page in linked(first)}
+    assert not {page.resolve() for page in docs.rglob("*.md")} - near - {docs / "index.md"}
+
+
 def test_the_readme_shows_the_example_and_a_run() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert (ROOT / "examples" / "digits.py").read_text(encoding="utf-8") in readme

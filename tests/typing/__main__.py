@@ -24,7 +24,8 @@ def write_pages(folder: Path) -> None:
     init(folder / "spirals.py")
     for page in PAGES:
         for number, block in enumerate(blocks(page)):
-            if block.language != "python":
+            is_example = (ROOT / "examples" / block.title).is_file()  # in the README
+            if block.language != "python" or is_example:
                 continue
             stem = page.removesuffix(".md").strip("./").replace("/", "_").replace("-", "_")
             file = folder / (block.title or f"{stem}_{number}.py")
