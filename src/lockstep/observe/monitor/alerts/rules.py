@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -18,6 +18,13 @@ Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Ended = Literal["failed", "killed", "stopped"]
+
+
+def _check_only_one(section: Section, keys: Sequence[str]) -> None:
+    given = [key for key in keys if getattr(section, key) is not None]
+    if len(given) != 1:
+        found = f", not {' and '.join(given)}" if given else ""
+        raise ValueError(f"must have one of {', '.join(keys)}{found}")
 
 
 class Condition(Section):
@@ -60,10 +67,7 @@ class Condition(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Condition:
-        given = [key for key in KINDS if getattr(self, key) is not None]
-        if len(given) != 1:
-            said = f", not {' and '.join(given)}" if given else ""
-            raise ValueError(f"must have one of {', '.join(KINDS)}{said}")
+        _check_only_one(self, KINDS)
         limits = (self.above is not None) + (self.below is not None)
         if self.metric is None and limits:
             raise ValueError("above and below need metric")
@@ -108,10 +112,7 @@ class Action(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Action:
-        given = [k for k in ("print", "webhook", "command") if getattr(self, k) is not None]
-        if len(given) != 1:
-            said = f", not {' and '.join(given)}" if given else ""
-            raise ValueError(f"must have one of print, webhook, command{said}")
+        _check_only_one(self, ("print", "webhook", "command"))
         if self.command is not None and (not self.command or not self.command[0]):
             raise ValueError("command: must begin with the path of a program")
         if self.command is not None and any("\0" in part for part in self.command):
