@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread():
-    """Two workers and ranks share the cores; small models cost more with two threads than with one."""
+    """Two workers share the cores with ranks, and small models lose time with two threads."""
     torch.set_num_threads(1)
 
 
