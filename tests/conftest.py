@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 from lockstep.cli.main import main
@@ -63,6 +64,12 @@ def pytest_collection_modifyitems(items):
         values = item.callspec.params.values() if hasattr(item, "callspec") else ()
         is_alone &= _PATIENT.isdisjoint(v for v in values if isinstance(v, str))
         item.add_marker(pytest.mark.xdist_group("ranks" if is_alone else item.path.name))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread():
+    """Two workers and ranks share the cores; small models cost more with two threads than with one."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -203,7 +203,7 @@ def test_an_unusable_run_directory_is_one_clear_message(tmp_path: Path, name: st
     run_dir = tmp_path / name
     with without_rights(tmp_path / "read-only"), pytest.raises(RunDirectoryError) as caught:
         open_sinks(run_dir, tensorboard=False, console=False)
-    assert str(run_dir / "events.jsonl") in str(caught.value)
+    assert str(run_dir / "result.json") in str(caught.value)
     assert "choose another run directory" in str(caught.value)
 
 

@@ -41,10 +41,6 @@ def _arrays(data: bytes) -> dict[str, Any]:
         return dict(file)
 
 
-def _text(data: bytes) -> str:
-    return data.decode()
-
-
 def _integer(data: bytes) -> int:
     return parse_int(data.decode(), least=-(2**63))
 
@@ -54,7 +50,7 @@ DECODERS: Mapping[str, Decoder] = MappingProxyType(
         "json": parse_json,
         "npy": _array,
         "npz": _arrays,
-        **dict.fromkeys(("txt", "text", "transcript"), _text),
+        **dict.fromkeys(("txt", "text", "transcript"), bytes.decode),
         **dict.fromkeys(("cls", "cls2", "class", "count", "index", "inx", "id"), _integer),
     }
 )

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class StageOrder:
-    """Computes the stages of a rank in turn, and takes part in collectives of others meanwhile."""
+    """Enters the stages of a rank one after another, and serves other ranks in between."""
 
     def __init__(self, model: nn.Module, num_depths: int) -> None:
         """Compute the whole model at once, until its `axis` says otherwise.
@@ -101,22 +101,22 @@ class StageOrder:
 
 
 class Placement:
-    """The mesh of the present group.
+    """Where each rank is on the mesh of the present group, and the transports of its axes.
 
     Attributes:
         world: transport between all ranks.
         data: transport between the ranks of this one's column, which own the same parameters.
         replica: transport between the ranks of this one's replica, in the order of columns.
         features: transport between those of them that are of the same stage.
-        depth: transport between those of them that own the same shards.
-        storage: transport between the ranks of this one's column for collectives within a step.
+        depth: transport between those of them that hold the same shards.
+        storage: transport between the ranks of this one's column for collectives inside a step.
         hosts: hosts of the ranks of this one's column, or why gradients are not summed host by
-            host; empty if that is not configured.
-        mesh: place of every rank.
+            host; empty where that is no option.
+        mesh: column of every rank, and the replicas.
         num_shards: number of shards of each layer that is cut.
-        stages: range of blocks of each stage; a single one if the model is not a pipeline.
-        turns: computes the stages of this rank one after another.
-        in_slices: whether a rank has whole parameters of a block only while it computes the block.
+        stages: range of blocks of each stage; of a model that is no pipeline a single one.
+        stage_order: enters the stages of this rank one after another.
+        in_slices: whether a rank has whole parameters of a block only while it computes it.
         step: number of the step that is computed, for faults.
     """
 
@@ -133,7 +133,7 @@ class Placement:
         self._interleave = config.mesh.num_stages // self._pp
         self._num_columns = self._tp * self._pp
         self.stages = list(stages)
-        self.turns = StageOrder(model, self._pp)
+        self.stage_order = StageOrder(model, self._pp)
         self._axes: list[DepthAxis] = []
         self.num_shards = config.num_shards
         self._in_rounds = config.shards_gradients
@@ -224,7 +224,7 @@ class Placement:
         return self.mesh.members(self._num_columns - 1)[0]
 
     def arrange(self) -> None:
-        """Give every rank its first place, and connect the ranks; a collective."""
+        """Place and connect all ranks at the start; a collective."""
         self.mesh = self._begun(self.world.size, self._tp, self._pp)
         self.connect()
 
@@ -232,7 +232,7 @@ class Placement:
         return Mesh.of(self._num_microbatches, size, tp, pp, self._in_rounds)
 
     def assign(self, kept: Sequence[int]) -> None:
-        """Give every rank of a new group a place on the mesh; `connect` must follow.
+        """Place every rank of a new group on the mesh; `connect` must follow.
 
         Args:
             kept: column that each rank was in, `NEW` for joining ranks.
@@ -280,18 +280,18 @@ class Placement:
             self._compute_here()
 
     def _compute_here(self) -> None:
-        """Set the model up to compute the blocks and shards of this rank."""
+        """Make the model compute the blocks and shards of this rank."""
         axis = ShardAxis(self.num_shards, self.features if self._tp > 1 else None)
         if self.num_shards > 1:
             compute_in(self._model, Region(axis, self._at))
         if isinstance(self._model, Pipeline) and self._pp > 1:
             device = self._runtime.device
             self._model.axis = DepthAxis(self.stages, self.depth, device, self._at)
-            # Kept alive: messages of a step that was given up may still be sent from their memory.
+            # Kept alive: messages of a step that was given up may still be read from their memory.
             self._axes.append(self._model.axis)
 
     def refresh(self) -> None:
-        """Copy the parameters that a stage uses of other stages to it; a collective."""
+        """Update the copies of parameters that are tied to other stages; a collective."""
         if not (isinstance(self._model, Pipeline) and self.are_staged):
             return
         axis, ties, storage = self._model.axis, self._model.ties, self._model.storage
@@ -303,12 +303,12 @@ class Placement:
 
     def passes(self, microbatches: Assigned) -> Sequence[Pass]:
         """The forward and backward passes of this rank, of its replica's microbatches."""
-        # Spare ranks have them too: they take part in the collectives of their stage.
+        # Spares have passes too, in which they do what other ranks of their stage need.
         place = 0 if self.column == NEW else self.column // self._tp
         return one_forward_one_backward(microbatches, place, self._pp, self._interleave)
 
     def give_up(self) -> None:
-        """Tell the ranks that wait for this one within a step that it has failed."""
+        """Make ranks that wait for this one inside a step notice that it has failed."""
         waiting = [self.replica, self.features, self.depth] if self.is_split else []
         if self._in_rounds:
             waiting.append(self.storage)

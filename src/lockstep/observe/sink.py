@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from types import TracebackType
 
 from lockstep.engine.events import Event, Failed, Finished, Joined, RunStarted, Warned
 from lockstep.observe.step_costs import Predicted, StepMeter
@@ -78,12 +77,7 @@ class Sinks(Sink):
     def __enter__(self) -> Sinks:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -166,7 +166,7 @@ class _Costs:
 
         Args:
             step_s: mean seconds of its steps.
-            peak_bytes: most memory that a rank has had.
+            peak_bytes: peak memory of a rank.
             num_steps: number of its steps.
         """
         self._times.add(step_s)

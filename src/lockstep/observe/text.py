@@ -1,4 +1,4 @@
-"""Events as text: pure functions from events to lines, in the room that there is."""
+"""Events as text: pure functions from events to lines of a given width."""
 
 from __future__ import annotations
 
@@ -10,33 +10,15 @@ from typing import NamedTuple
 
 from rich.cells import cell_len
 
-from lockstep.engine.events import (
-    Checkpointed,
-    Evaluated,
-    Event,
-    ExchangeChosen,
-    Failed,
-    Finished,
-    Improved,
-    Joined,
-    Profiled,
-    RankLost,
-    RankTimes,
-    Rebalanced,
-    Recovered,
-    Resumed,
-    RunStarted,
-    StepDone,
-    Warned,
-)
+from lockstep.engine import events
 
 
 class Item(NamedTuple):
     """A part of a line.
 
     Attributes:
-        importance: 0 for what is left out last; the greater, the earlier it goes.
-        text: what is shown.
+        importance: rank of importance; the item with the greatest number is dropped first.
+        text: the text.
     """
 
     importance: int
@@ -44,23 +26,23 @@ class Item(NamedTuple):
 
 
 def kept(items: Iterable[Item], width: float) -> list[Item]:
-    """The items that fit a line, in their order; the least important are left out.
+    """The items that fit a line, in their order; the least important ones are dropped.
 
     The most important one stays, however long it is.
 
     Args:
-        items: parts of the line; those without text are passed over.
-        width: columns that there are, for items with two blanks between them.
+        items: parts of the line; those without text are ignored.
+        width: columns of the line, in which items are separated by two blanks.
     """
     left = [item for item in items if item.text]
     while len(left) > 1 and cell_len(_joined(left)) > width:
-        # Of equals the last one goes.
-        left.pop(max(range(len(left)), key=lambda place: (left[place].importance, place)))
+        # Of equally important items the last one is dropped.
+        left.pop(max(range(len(left)), key=lambda index: (left[index].importance, index)))
     return left
 
 
 def fitted(items: Iterable[Item], width: float) -> str:
-    """The items that fit, in one line; as `kept`."""
+    """The items that `kept` returns, as one line."""
     return _joined(kept(items, width))
 
 
@@ -69,9 +51,9 @@ def _joined(items: Iterable[Item]) -> str:
 
 
 def row(name: str, value: str, width: float) -> str:
-    """A row of a block: the name, and the value in a column beside it.
+    """A row of a block: the name, and the value in a second column.
 
-    A digest or path that is too long for that column begins at the left of a line of its own.
+    A value with a digest or path that is too long for that column is on a line of its own.
     """
     room = width - _COLUMN
     if max(map(cell_len, value.split(" "))) > room:
@@ -83,10 +65,10 @@ _COLUMN = 12
 
 
 def wrapped(line: str, width: float, indent: int = 2) -> str:
-    """A line in as many as it takes to fit a terminal.
+    """A line, wrapped to the width of a terminal.
 
     It is broken between items (two blanks), else between words; never inside a word, so that
-    numbers, digests and paths stay whole, even those that are too long for a line.
+    numbers, digests and paths stay whole, even if they are too long for a line.
 
     Args:
         line: text without line breaks.
@@ -122,8 +104,8 @@ Pairs = list[tuple[str, str]]
 
 
 def summary(
-    plan: RunStarted | None,
-    end: Finished,
+    plan: events.RunStarted | None,
+    end: events.Finished,
     resumable: bool = True,
     step_time: str = "",
     verbose: bool = False,
@@ -162,7 +144,7 @@ def summary(
 
 
 def resume_command(run_dir: str) -> str:
-    """The command that goes on with a run, to be pasted into a shell; empty without a run."""
+    """The shell command that resumes a run; empty without a run."""
     # A relative path may begin with a dash, which would be read as an option.
     path = f"./{run_dir}" if run_dir.startswith("-") else run_dir
     return f"lockstep resume {shlex.quote(path)}" if run_dir else ""
@@ -171,7 +153,7 @@ def resume_command(run_dir: str) -> str:
 def _by_split(
     metrics: Mapping[str, float], steps: Mapping[str, int | None], last_step: int
 ) -> Iterator[tuple[str, str]]:
-    """A row for each split whose metrics are there by "split/name"; one for all others.
+    """A row for each split with metrics named "split/name"; one for all other metrics.
 
     Args:
         metrics: value by name.
@@ -188,20 +170,20 @@ def _by_split(
         yield split or "metrics", "  ".join([*measures(values), *mention])
 
 
-def outcome(plan: RunStarted | None, end: Finished) -> str:
+def outcome(plan: events.RunStarted | None, end: events.Finished) -> str:
     """How a run ended, in one line."""
     where = [plan.run_dir] if plan else []
     return ", ".join([f"{end.status} at step {end.step:,}", f"SHA-256 {end.params_sha256}", *where])
 
 
-def progress(done: StepDone) -> list[Item]:
+def progress(done: events.StepDone) -> list[Item]:
     """The state of training as short items, each with its importance."""
     first, *others = measures(done.metrics) or [""]
     return [
         Item(1, f"epoch {done.epoch}"),
         Item(0, f"loss {number(done.loss)}"),
         Item(2, first),
-        *(Item(4 + place, text) for place, text in enumerate(others)),
+        *(Item(4 + index, text) for index, text in enumerate(others)),
         Item(_LAST, f"lr {number(done.lr)}"),
         Item(3, f"{number(done.samples_per_s)} samples/s"),
         Item(_LAST + 1, f"efficiency {done.compute_efficiency:.0%}"),
@@ -209,11 +191,13 @@ def progress(done: StepDone) -> list[Item]:
 
 
 _LAST = 1000
-"""The importance of what is less so than any metric."""
+"""The importance of what is less important than any metric."""
 
 
-def evaluation(event: Evaluated, loss: float | None, notes: Sequence[str], width: int) -> str:
-    """One line for an evaluation and what has come of it.
+def evaluation(
+    event: events.Evaluated, loss: float | None, notes: Sequence[str], width: int
+) -> str:
+    """One line for an evaluation and its consequences.
 
     Args:
         event: the evaluation.
@@ -234,81 +218,81 @@ def evaluation(event: Evaluated, loss: float | None, notes: Sequence[str], width
     return f"{at} {rest}"
 
 
-def evaluated_at(event: Evaluated) -> str:
+def evaluated_at(event: events.Evaluated) -> str:
     """What was evaluated: `val at 400`."""
     step = event.step if event.model_step is None else event.model_step
     return f"{event.split} at {step:,}"
 
 
 KINDS_OF_WORK = ("compute", "exchange", "data", "checkpoint")
-"""What `shares` are of, in their order."""
+"""The kinds of work that `shares` are of, in their order."""
 
 
-def shares(times: RankTimes) -> list[str]:
-    """Of a rank's time, the part of each kind of work: `75%`; `-` where none was measured."""
+def shares(times: events.RankTimes) -> list[str]:
+    """The share of each kind of work in a rank's time: `75%`; `-` if nothing was measured."""
     spent = (times.compute_s, times.communication_s, times.data_s, times.checkpoint_s)
     total = sum(spent)
     return [f"{part / total:.0%}" if total > 0 else "-" for part in spent]
 
 
-def rank_times(step: int, times: RankTimes) -> str:
-    """One line for what a rank has done with its time."""
+def rank_times(step: int, times: events.RankTimes) -> str:
+    """One line for what a rank has spent its time on."""
     parts = "  ".join(map(" ".join, zip(KINDS_OF_WORK, shares(times), strict=True)))
     return f"step {step:,}: rank {times.rank}: {parts}{said(times)}"
 
 
-def said(times: RankTimes) -> str:
-    """What a rank has said to others, behind its shares; empty where there is nobody."""
+def said(times: events.RankTimes) -> str:
+    """What a rank has sent and received, to follow its shares; empty without other ranks."""
     if not times.num_calls:
         return ""
     bytes_of = f"sent {size(times.sent_bytes)}  received {size(times.received_bytes)}"
     return f"  {bytes_of}  in {count(times.num_calls, 'call')}"
 
 
-def line(event: Event) -> str:
+def line(event: events.Event) -> str:
     """One line for any event but those of the banner, the bar and the summary."""
     at = f"step {event.step:,}"
-    if isinstance(event, Evaluated):
+    if isinstance(event, events.Evaluated):
         return evaluation(event, None, (), 0)
-    if isinstance(event, Improved):
+    if isinstance(event, events.Improved):
         return f"{at}: best {event.metric} so far: {number(event.value)}"
-    if isinstance(event, Checkpointed):
+    if isinstance(event, events.Checkpointed):
         return (
             f"{at}: saved {event.path.rpartition('/')[2]} ({size(event.num_bytes)}, "
             f"{event.write_s:.2f} s, training waited {event.stall_s:.2f} s)"
         )
-    if isinstance(event, Profiled):
+    if isinstance(event, events.Profiled):
         return f"{at}: profile {event.path}"
-    if isinstance(event, Resumed):
+    if isinstance(event, events.Resumed):
         passed = "".join(f"; passed over {reason}" for reason in event.skipped)
         return f"{at}: resumed from {event.path}{passed}"
-    if isinstance(event, Warned):
+    if isinstance(event, events.Warned):
         return f"{at}: warning: {event.message}"
-    if isinstance(event, Failed):
+    if isinstance(event, events.Failed):
         return event.message
-    if isinstance(event, Joined):
+    if isinstance(event, events.Joined):
         return f"{at}: rank {event.rank} joined from {event.host} (pid {event.pid})"
-    if isinstance(event, RankLost):
+    if isinstance(event, events.RankLost):
         why = event.reason.partition(";")[0]
         return f"{at}: rank {event.rank} (slot {event.slot}) is lost{why and f': it {why}'}"
-    if isinstance(event, Recovered):
+    if isinstance(event, events.Recovered):
         dealt = _assigned(event.microbatches)
         return (
             f"{at}: going on with {count(event.world_size, 'rank')}, "
             f"{1000 * event.seconds:.1f} ms after the loss was noticed"
             + (f"; microbatches of each rank: {dealt}" if len(event.microbatches) > 1 else "")
         )
-    if isinstance(event, ExchangeChosen):
+    if isinstance(event, events.ExchangeChosen):
         if event.way == "hierarchical":
             return f"{at}: gradients are exchanged host by host: {event.reason}"
         why = f", not in shared memory: {event.reason}" if event.reason else ""
         return f"{at}: gradients are exchanged by {event.way}{why}"
-    if isinstance(event, Rebalanced):
+    if isinstance(event, events.Rebalanced):
         return (
             f"{at}: rank {event.slowest} takes {event.slowdown:.1f} times as long as the fastest; "
             f"microbatches of each rank from now on: {_assigned(event.microbatches)}"
         )
-    # Kinds of event this module does not know are shown, not swallowed: RankGone -> "rank gone".
+    # Unknown kinds of events are shown by their names and fields: RankGone -> "rank gone".
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(event).__name__).lower()
     values = (f"{f.name} {getattr(event, f.name)}" for f in fields(event) if f.name != "step")
     return f"{at}: {name}: {', '.join(values)}"
@@ -360,11 +344,11 @@ def clock(seconds: float) -> str:
 
 
 _MOST_RANKS = 16
-"""Ranks that are listed one by one."""
+"""The most ranks that are listed one by one."""
 
 
 def _assigned(microbatches: Sequence[int]) -> str:
-    """How many microbatches each rank computes; of many ranks, from how few to how many."""
+    """The number of microbatches of each rank; of many ranks, the least and the greatest."""
     if len(microbatches) > _MOST_RANKS:
         return f"{min(microbatches)} to {max(microbatches)}"
     return ", ".join(map(str, microbatches))

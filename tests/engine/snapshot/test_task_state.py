@@ -236,7 +236,7 @@ def test_state_that_a_task_cannot_take_back_is_an_error(tmp_path: Path) -> None:
         ({1: 2}, "must return a dict"),
         ({"seen": {1, 2}}, "'seen' is a set"),
         ({"x": {1: 2}}, "'x' has the key 1, which JSON would convert to text"),
-        ({"x": [({"a": [{True: 2}]},)]}, "'x' has the key True, of which"),
+        ({"x": [({"a": [{True: 2}]},)]}, "'x' has the key True, which JSON"),
     ],
 )
 def test_state_that_cannot_be_saved_is_refused_at_the_start(

@@ -86,7 +86,9 @@ class Evaluation:
             placement.refresh()
             if tables is not None:
                 return self._computed(mine, model, compute, beat, tables)
-            return self._computed(placement.turns.of(mine, placement.storage), model, compute, beat)
+            return self._computed(
+                placement.stage_order.of(mine, placement.storage), model, compute, beat
+            )
 
         together = compute_leaves
         if placement is not None:

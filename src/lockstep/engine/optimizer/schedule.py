@@ -71,13 +71,15 @@ def _shape(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
             left = _half_cosine(done)
         case "cosine_restarts":
             left = _half_cosine(_in_cycle(schedule, step))
-        case _:
+        case "onecycle":
             # Smith and Topin 2018, with cosines, as torch's `OneCycleLR` has it.
             top, last = max(0.0, schedule.peak * num_steps - 1.0), num_steps - 1.0
             if step <= top:
                 rise = _half_cosine(step / top if top else 1.0)
                 return 1.0 + (schedule.start_ratio - 1.0) * rise
             left = _half_cosine((step - top) / (last - top)) if step < last else 0.0
+        case _:
+            raise AssertionError(schedule.name)
     return schedule.min_ratio + (1.0 - schedule.min_ratio) * left
 
 

@@ -149,7 +149,7 @@ class Passes:
                 assert isinstance(sums, Rounds)
                 self._stand_by(kind, sums)
                 continue
-            is_first, is_last = self._placement.turns.enter(stage)
+            is_first, is_last = self._placement.stage_order.enter(stage)
             if kind == "forward":
                 batch = self.fetched(step, microbatch, batches) if is_first else copies[microbatch]
                 if is_last:
@@ -163,7 +163,7 @@ class Passes:
             watch.compute_s += watch.lap()
             self._runtime.heartbeat.beat()
             self._runtime.at("compute", step)
-        self._placement.turns.finish()
+        self._placement.stage_order.finish()
 
     def fetched(self, step: int, microbatch: int, batches: Iterator[Any]) -> Any:
         """The next batch, which must be this one; None if there is nothing in it."""

@@ -197,7 +197,7 @@ class Tables(TableStorage):
                 if found is not None:
                     use(*found[0], fetched[0])
                 else:
-                    self._placement.turns.skip_forward()
+                    self._placement.stage_order.skip_forward()
             except (Exception, SystemExit) as caught:
                 if self._placement.are_coupled and not self._runtime.transport.can_regroup:
                     raise  # others wait for this rank, and only its end wakes them

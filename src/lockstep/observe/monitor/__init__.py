@@ -1,1 +1,1 @@
-"""Watching runs while they go on: readers in processes of their own, which cost ranks nothing."""
+"""Watching runs while they are running, in processes of their own that cost the ranks nothing."""

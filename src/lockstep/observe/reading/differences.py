@@ -213,11 +213,11 @@ def _described(
         return TensorParting(step, file, name, 0, 0, (), (kinds[0], kinds[1]), 0, last_equal)
     width = one.element_size()
     bits = [t.contiguous().reshape(-1).view(torch.uint8).view(-1, width) for t in (one, other)]
-    places = (bits[0] != bits[1]).any(1).nonzero()[:, 0]
-    first = int(places[0])
-    place = tuple(int(i) for i in torch.unravel_index(places[0], one.shape)) if one.dim() else ()
+    where = (bits[0] != bits[1]).any(1).nonzero()[:, 0]
+    first = int(where[0])
+    place = tuple(int(i) for i in torch.unravel_index(where[0], one.shape)) if one.dim() else ()
     values = (repr(one.reshape(-1)[first].item()), repr(other.reshape(-1)[first].item()))
-    return TensorParting(step, file, name, len(places), one.numel(), place, values, 0, last_equal)
+    return TensorParting(step, file, name, len(where), one.numel(), place, values, 0, last_equal)
 
 
 def letter(number: int) -> str:

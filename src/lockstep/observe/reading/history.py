@@ -62,10 +62,10 @@ class Curve:
 
     def at(self, step: int, origin: int | None = None) -> float | None:
         """The value of a step; None if there is none, or none with that origin."""
-        place = bisect_left(self.steps, step)
-        found = place < len(self.steps) and self.steps[place] == step
-        is_meant = found and origin in (None, self.origins[place])
-        return self.values[place] if is_meant else None
+        index = bisect_left(self.steps, step)
+        found = index < len(self.steps) and self.steps[index] == step
+        has_origin = found and origin in (None, self.origins[index])
+        return self.values[index] if has_origin else None
 
 
 class CurveStore(Protocol):

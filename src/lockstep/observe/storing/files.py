@@ -35,7 +35,7 @@ def end_of_rows(path: Path) -> int:
     """Bytes up to the end of the last whole line; 0 if there is none.
 
     Raises:
-        OSError: the file is there but cannot be read.
+        OSError: the file exists but cannot be read.
     """
     block = 1 << 16
     try:

@@ -107,7 +107,7 @@ class EventsJsonl(Sink):
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """All rows of a file; a last line that is not yet whole is left out.
+    """All rows of a file, without a last line that is not yet complete.
 
     Raises:
         RunDirectoryError: the file cannot be read, or a whole line is not a JSON object.
@@ -123,7 +123,7 @@ def end_of_events(path: Path) -> int:
     """The offset in bytes at which new rows will start: `start` for `follow_events`.
 
     Raises:
-        RunDirectoryError: the file is there but cannot be read.
+        RunDirectoryError: the file exists but cannot be read.
     """
     with _reading(path):
         return end_of_rows(path)
@@ -132,16 +132,16 @@ def end_of_events(path: Path) -> int:
 def follow_events(
     path: Path, stop: Callable[[], bool], *, start: int = 0, poll_s: float = 0.1
 ) -> Iterator[dict[str, Any]]:
-    """The rows of a file another process writes, each as soon as its line is whole.
+    """The rows of a file that another process writes, each as soon as its line is complete.
 
-    A file that is moved or deleted is read on, until there is another one in its place.
+    A file that is moved or deleted is still read, until another one replaces it.
 
     Args:
-        path: path of the file; it need not be there yet.
+        path: path of the file, which need not exist yet.
         stop: function that returns True when nothing more will be written; rows written before are
             still yielded.
         start: number of bytes to skip, see `end_of_events`.
-        poll_s: seconds between two looks at the file.
+        poll_s: seconds between two reads of the file.
 
     Raises:
         RunDirectoryError: the file cannot be read, or a whole line is not a JSON object.
@@ -149,7 +149,7 @@ def follow_events(
     file: BinaryIO | None = None
     try:
         while True:
-            stopped = stop()  # asked before reading: what was written up to now is read below
+            stopped = stop()  # called before reading, so that nothing written until then is missed
             file = _newest(path, file)
             if file is not None:
                 for line in _whole_lines(file, path, start):
@@ -164,7 +164,7 @@ def follow_events(
 
 
 def _newest(path: Path, file: BinaryIO | None) -> BinaryIO | None:
-    """The file that is there now, opened; the one that was, if there is none."""
+    """The file that exists now, opened; the previous one if there is none."""
     with _reading(path), suppress(FileNotFoundError):
         if file is not None and os.path.samestat(path.stat(), os.fstat(file.fileno())):
             return file

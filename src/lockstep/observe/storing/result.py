@@ -1,4 +1,4 @@
-"""`result.json`: how a run ended, in one small file that is there as a whole or not at all."""
+"""`result.json`: how a run ended, in one small file that is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class ResultJson(Sink):
         self._before: dict[str, Any] = {}
 
     def __call__(self, event: Event) -> None:
-        """Note the start of a run, write the result at its end."""
-        # Whoever catches an error may not know how far training had come.
+        """Note the start of a run, and write the result at its end."""
+        # An error may be reported with an earlier step than training had reached.
         self._step = max(self._step, event.step)
         if isinstance(event, RunStarted):
             self._plan, self._pending, self._started_at = event, None, self._clock()

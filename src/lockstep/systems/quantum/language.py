@@ -218,7 +218,7 @@ Rows = Sequence[int]
 ADDED = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 """Values of k that are tried."""
 _TUNED_ON = 10
-"""One of so many training sentences is held out to choose k."""
+"""One in this many training sentences is held out to choose k."""
 
 
 class NGram:

@@ -164,19 +164,21 @@ def measure(measuring: Measuring, say: Callable[[str], None]) -> Facts:
 def _fastest(
     prober: Prober, wanted: Sequence[Shape], rounds: int, say: Callable[[str], None]
 ) -> dict[Shape, tuple[Probe, Timed]]:
-    """The fastest training of each shape: other work on the machine can only slow one down."""
+    """The fastest training of each shape: other work on the machine can only slow one down.
+
+    The memory is the most of all trainings: how much is in use at a time varies.
+    """
     found: dict[Shape, list[tuple[Probe, Timed]]] = {shape: [] for shape in wanted}
     for number in range(rounds):
         for shape in wanted:
             say(f"{shape.name}, round {number + 1} of {rounds}")
             found[shape].append(prober.timed(shape))
-    return {shape: _best(tried) for shape, tried in found.items()}
-
-
-def _best(tried: Sequence[tuple[Probe, Timed]]) -> tuple[Probe, Timed]:
-    """The fastest training, with the most memory of all: how much is in use at once varies."""
-    probe, timed = min(tried, key=lambda pair: pair[1].step_s)
-    return probe, replace(timed, peak_bytes=max(each.peak_bytes for _, each in tried))
+    best = {}
+    for shape, tried in found.items():
+        probe, timed = min(tried, key=lambda pair: pair[1].step_s)
+        peak_bytes = max(each.peak_bytes for _, each in tried)
+        best[shape] = probe, replace(timed, peak_bytes=peak_bytes)
+    return best
 
 
 def groups(measuring: Measuring) -> list[Shape]:

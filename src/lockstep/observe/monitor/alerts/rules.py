@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -18,6 +18,13 @@ Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Ended = Literal["failed", "killed", "stopped"]
+
+
+def _check_only_one(section: Section, keys: Sequence[str]) -> None:
+    given = [key for key in keys if getattr(section, key) is not None]
+    if len(given) != 1:
+        found = f", not {' and '.join(given)}" if given else ""
+        raise ValueError(f"must have one of {', '.join(keys)}{found}")
 
 
 class Condition(Section):
@@ -50,20 +57,17 @@ class Condition(Section):
 
     @property
     def kind(self) -> str:
-        """The key that says what is looked for."""
+        """The key of `KINDS` that the condition has."""
         return next(key for key in KINDS if getattr(self, key) is not None)
 
     @property
     def is_of_disk(self) -> bool:
-        """Whether it is looked for once on each disk, and not in each run."""
+        """Whether it is checked once for each disk, not for each run."""
         return self.kind.startswith("disk")
 
     @model_validator(mode="after")
     def _check(self) -> Condition:
-        given = [key for key in KINDS if getattr(self, key) is not None]
-        if len(given) != 1:
-            said = f", not {' and '.join(given)}" if given else ""
-            raise ValueError(f"must have one of {', '.join(KINDS)}{said}")
+        _check_only_one(self, KINDS)
         limits = (self.above is not None) + (self.below is not None)
         if self.metric is None and limits:
             raise ValueError("above and below need metric")
@@ -78,7 +82,7 @@ KINDS = (
     "metric", "no_step_for_s", "not_finite", "rank_lost", "ranks_below", "efficiency_below",
     "disk_free_bytes_below", "disk_free_share_below", "ended", "digest_differs",
 )  # fmt: skip
-"""Keys of `Condition` that say what is looked for."""
+"""Keys of `Condition`, of which each has one."""
 
 
 class Action(Section):
@@ -108,10 +112,7 @@ class Action(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Action:
-        given = [k for k in ("print", "webhook", "command") if getattr(self, k) is not None]
-        if len(given) != 1:
-            said = f", not {' and '.join(given)}" if given else ""
-            raise ValueError(f"must have one of print, webhook, command{said}")
+        _check_only_one(self, ("print", "webhook", "command"))
         if self.command is not None and (not self.command or not self.command[0]):
             raise ValueError("command: must begin with the path of a program")
         if self.command is not None and any("\0" in part for part in self.command):
@@ -120,7 +121,7 @@ class Action(Section):
 
 
 class Rule(Section):
-    """A condition, the runs that it is looked for in, and what is done."""
+    """A condition, the runs that it is checked in, and the actions."""
 
     name: Name
     """What the alert is called; no two rules have the same."""
@@ -149,7 +150,7 @@ class Rule(Section):
 _NO_STEPS = (
     "no_step_for_s", "ended", "digest_differs", "disk_free_bytes_below", "disk_free_share_below",
 )  # fmt: skip
-"""Conditions of which steps say nothing."""
+"""Conditions that do not depend on steps."""
 
 
 class Rules(Section):
@@ -191,20 +192,20 @@ def read_rules(path: Path) -> Rules:
 
 
 def _explained(problem: Any, source: str) -> str:
-    """One of pydantic's errors as a line; of an unknown key also which ones there are."""
-    place = problem["loc"]
-    key = ".".join(map(str, place))
+    """One of pydantic's errors as a line; for an unknown key with the known ones."""
+    location = problem["loc"]
+    key = ".".join(map(str, location))
     if problem["type"] == "missing":
         return f"{source}: {key}: is missing"
     if problem["type"] != "extra_forbidden":
         return explain(Rules, problem, source)
-    return f"{source}: {key}: is no key; there are {', '.join(_section_at(place).model_fields)}"
+    return f"{source}: {key}: is no key; there are {', '.join(_section_at(location).model_fields)}"
 
 
-def _section_at(place: tuple[int | str, ...]) -> type[Section]:
+def _section_at(location: tuple[int | str, ...]) -> type[Section]:
     """The class of the section that a key is in."""
     sections: dict[str, type[Section]] = {"rules": Rule, "when": Condition, "do": Action}
-    names = [part for part in place[:-1] if isinstance(part, str)]
+    names = [part for part in location[:-1] if isinstance(part, str)]
     return sections[names[-1]] if names else Rules
 
 

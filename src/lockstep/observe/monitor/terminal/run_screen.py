@@ -51,11 +51,11 @@ class Refreshing(Screen[None]):
                 self.draw()
 
     def draw(self) -> None:
-        """Draw; the runs do not change meanwhile."""
+        """Draw; the runs do not change while this is called."""
         raise NotImplementedError
 
     def put(self, name: str, shown: Text) -> None:
-        """Show a text in one of the screen's fields; nothing is drawn if it is there already."""
+        """Show a text in one of the screen's fields, unless it is shown already."""
         if self._texts.get(name) != shown:
             self._texts[name] = shown
             self.query_one(f"#{name}", Static).update(shown)
@@ -126,14 +126,14 @@ class RunScreen(Refreshing):
         self.dismiss()
 
     def action_metric(self, by: int) -> None:
-        """Show another curve."""
+        """Show the next or previous curve."""
         if self._names:
-            place = self._names.index(self._metric) if self._metric in self._names else 0
-            self._metric = self._names[(place + by) % len(self._names)]
+            index = self._names.index(self._metric) if self._metric in self._names else 0
+            self._metric = self._names[(index + by) % len(self._names)]
             self.refresh_shown()
 
     def action_logarithmic(self) -> None:
-        """Draw logarithms, or no longer."""
+        """Switch between values and their logarithms."""
         self._is_logarithmic = not self._is_logarithmic
         self.refresh_shown()
 

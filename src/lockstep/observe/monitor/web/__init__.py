@@ -1,4 +1,4 @@
-"""The page of `lockstep monitor`: runs in a browser, with nothing from elsewhere."""
+"""The page of `lockstep monitor`: runs in a browser, without anything from other servers."""
 
 from lockstep.observe.monitor.web.server import serve
 

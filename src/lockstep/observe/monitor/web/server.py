@@ -1,4 +1,4 @@
-"""Serving the page of `lockstep monitor --web` until somebody ends it."""
+"""Serving the page of `lockstep monitor --web` until a signal ends it."""
 
 from __future__ import annotations
 

@@ -43,23 +43,21 @@ def run_id(path: Path) -> str:
     return hashlib.sha256(bytes(path)).hexdigest()[:16]
 
 
+_SUMMARY = ("state", "step", "total_steps", "ranks", "started", "newest")
+
+
 def in_list(summary: Summary) -> dict[str, Any]:
     """What the list shows of a run."""
     names = sorted(summary.metrics, key=lambda name: (name != "train/loss", name))
-    first = [name for name in names if not name.startswith("train/")][: _MAX_METRICS - 1]
-    rest = [name for name in names if name.startswith("train/")]
-    shown = [*first, *rest][:_MAX_METRICS]
+    others = [name for name in names if not name.startswith("train/")][: _MAX_METRICS - 1]
+    training = [name for name in names if name.startswith("train/")]
+    shown = [*others, *training][:_MAX_METRICS]
     return {
         "id": run_id(summary.path),
         "name": short(summary.path.name or str(summary.path)),
         "path": short(str(summary.path), _MAX_TEXT),
         "task": short(summary.task),
-        "state": summary.state,
-        "step": summary.step,
-        "total_steps": summary.total_steps,
-        "ranks": summary.ranks,
-        "started": summary.started,
-        "newest": summary.newest,
+        **{key: getattr(summary, key) for key in _SUMMARY},
         "sha256": short(summary.sha256),
         "metrics": {short(name): as_json(summary.metrics[name]) for name in shown},
         "tags": [short(tag) for tag in summary.tags],

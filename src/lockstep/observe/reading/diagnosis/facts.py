@@ -50,16 +50,9 @@ def percent(part: float) -> str:
     return f"{100 * part:.0f} %"
 
 
-def measured(
-    name: str,
-    lost: float,
-    sentence: str,
-    evidence: Sequence[str],
-    advice: str,
-    explains: Sequence[str] = (),
-) -> Cause:
+def measured(name: str, lost: float, sentence: str, evidence: Sequence[str], advice: str) -> Cause:
     """A cause whose weight is the share of the session that it has cost."""
-    return Cause(name, lost, sentence, evidence, advice, explains, lost)
+    return Cause(name, lost, sentence, evidence, advice, lost=lost)
 
 
 _IN_ORDER = ("completed", "stopped", "new")

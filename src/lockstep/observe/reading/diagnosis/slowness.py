@@ -1,4 +1,4 @@
-"""Causes that cost time."""
+"""The causes that cost time."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from lockstep.observe import text
 from lockstep.observe.reading.diagnosis.facts import Cause, Facts, measured, percent
 
 _SLOWER = 1.3
-"""A rank counts as slow from so many times the others' time for a microbatch."""
+"""A rank is slow if it takes so many times the others' time for a microbatch."""
 _FULL, _OTHERS = 0.85, 0.15
-"""Parts of the cores that must be at work, and that others must have, to count as busy."""
+"""Shares of the cores that are used at all, and by others, from which a host is busy."""
 _FAULTED = 20.0
-"""Page faults from the disk in a second that mean that memory is short."""
+"""Page faults from the disk per second that mean a shortage of memory."""
 _SWAPPED = 0.02
-"""The part of its memory that a rank must have swapped out before that counts."""
+"""The least share of a rank's memory that is swapped out in a shortage."""
 _SLOW_DISK = 50e6
-"""Bytes in a second below which a disk is named."""
+"""Bytes per second below which a disk is slow."""
 _SMALL = 4e6
-"""Bytes of gradients below which an exchange takes as long as its messages, whatever is in them."""
+"""Bytes of gradients below which latency determines the time of an exchange."""
 _FAULT_S = 1e-3
-"""About what a page fault from a disk takes."""
+"""About the time of a page fault from a disk in seconds."""
 
 
 def slowness(facts: Facts) -> Iterator[Cause]:
-    """All that has cost time, whether much or little."""
+    """All causes that have cost time, however little."""
     if not facts.workers:
         return
     for find in (
@@ -39,7 +39,7 @@ def slowness(facts: Facts) -> Iterator[Cause]:
 
 
 def _crowded(facts: Facts) -> Cause | None:
-    """More threads than cores; threads of a GPU's rank hardly compute."""
+    """More threads than cores; not on GPUs, whose ranks' threads hardly compute."""
     for host, (threads, cores) in facts.hosts.items() if facts.on_cpu else ():
         if threads > cores:
             ranks = sum(p.joined.host == host for p in facts.history.living)
@@ -57,17 +57,17 @@ def _crowded(facts: Facts) -> Cause | None:
 
 
 def _busy(facts: Facts) -> Cause | None:
-    """Other processes on the cores, which have nothing left."""
+    """Other processes on cores that are fully used."""
     if facts.config.get("data.num_workers"):
-        return None  # these compute beside their rank, and are no others
+        return None  # the rank's own workers would count as other processes
     for host, (_, cores) in facts.hosts.items():
-        # Also those without microbatches: they are on the cores too while they wait for MPI.
+        # Also ranks without microbatches, which use the cores while they wait in MPI.
         ranks = [p for p in facts.history.living if p.joined.host == host]
         counted = [p.joined.counted_cores for p in ranks]
         if not ranks or not all(p.times.cores_s for p in ranks):
             continue
-        # Ranks that may run on the same cores all see the same work there; ranks that are bound to
-        # cores of their own each see some of it. Else it is other people's cores that were counted.
+        # Ranks that share all cores all measure the same work; ranks that are bound to cores of
+        # their own each measure a part of it. Otherwise cores of other jobs were counted.
         if set(counted) == {cores}:
             worked = max(p.times.cores_s for p in ranks) / facts.seconds
         elif sum(counted) == cores:
@@ -92,7 +92,7 @@ def _busy(facts: Facts) -> Cause | None:
 def _memory(facts: Facts) -> Cause | None:
     worst = max(facts.workers, key=lambda p: p.times.faults)
     used = worst.times
-    # A page of a file that is mapped comes from the disk too, with nothing swapped out.
+    # Pages of mapped files are read from the disk too, without any swapping.
     if used.faults / facts.seconds < _FAULTED or used.swapped_bytes < _SWAPPED * used.peak_bytes:
         return None
     return Cause(
@@ -139,7 +139,7 @@ def _slow_rank(facts: Facts) -> Cause | None:
 
 
 def _imbalance(facts: Facts) -> Cause | None:
-    """Some ranks have more microbatches than others, and not because they are quicker."""
+    """Some ranks have more microbatches than others, and not because they are faster."""
     if facts.events(Rebalanced):
         return None
     living = [p for p in facts.history.living if sum(p.seconds.values())]
@@ -213,7 +213,7 @@ def _checkpoints(facts: Facts) -> Cause:
 
 
 def _exchange(facts: Facts) -> Cause | None:
-    """What an exchange takes when nobody waits for a slower rank: the least of all ranks."""
+    """The time of an exchange without waiting for slower ranks: the least of all ranks."""
     if len(facts.workers) < 2 or not facts.history.num_steps or facts.history.plan is None:
         return None
     least = min(p.seconds["communication_s"] for p in facts.workers)
@@ -244,12 +244,12 @@ def _fewer_exchanges(plan: RunStarted, is_small: bool) -> str:
 
 def _idle(facts: Facts) -> Cause | None:
     if not facts.on_cpu or facts.config.get("data.num_workers"):
-        return None  # a GPU computes, or processes that fetch data do
+        return None  # a GPU computes, or data workers use the cores
     for host, (threads, cores) in facts.hosts.items():
         if threads < cores:
             return Cause(
                 "idle_cores",
-                # What could be won, not what is lost: so half as heavy.
+                # Half the weight, since this is a possible gain and not a loss.
                 0.5 * (1.0 - threads / cores) * min(1.0, facts.share("compute_s")),
                 f"{cores - threads} of {text.count(cores, 'core')} of {host} have nothing to do",
                 [f"{text.count(threads, 'thread')} of all ranks there"],

@@ -87,7 +87,7 @@ class Sheet:
         self.columns: dict[str, int] = {}
         self.width, self.count, self.dropped = 1, 0, False
         self._names: Sequence[str] = ()
-        self._places: NDArray[np.intp] = np.empty(0, np.intp)
+        self._targets: NDArray[np.intp] = np.empty(0, np.intp)
         self._taken: NDArray[np.intp] | None = None
         self._rows = np.zeros((_FIRST_BUCKETS, 5), np.int64)
         self._cells = _empty_cells(_FIRST_BUCKETS, 0)
@@ -119,11 +119,11 @@ class Sheet:
         low, high, last = self._cells[:, bucket]
         finite = np.isfinite(values)
         shown = values if finite.all() else np.where(finite, values, np.nan)
-        places = self._places
-        low[places] = np.fmin(low[places], shown)
-        high[places] = np.fmax(high[places], shown)
-        last[places] = values
-        self._odd[bucket, places] |= _oddity(values, finite) | _PRESENT
+        columns = self._targets
+        low[columns] = np.fmin(low[columns], shown)
+        high[columns] = np.fmax(high[columns], shown)
+        last[columns] = values
+        self._odd[bucket, columns] |= _oddity(values, finite) | _PRESENT
 
     def cut(self, last: int) -> None:
         """Remove the rows of steps later than `last`."""
@@ -166,10 +166,10 @@ class Sheet:
         for name in names:
             if name not in self.columns and len(self.columns) < MOST_CURVES:
                 self.columns[name] = len(self.columns)
-        known = [place for place, name in enumerate(names) if name in self.columns]
+        known = [index for index, name in enumerate(names) if name in self.columns]
         self._taken = np.array(known, np.intp) if len(known) < len(names) else None
         self.dropped |= self._taken is not None
-        self._places = np.array([self.columns[names[place]] for place in known], np.intp)
+        self._targets = np.array([self.columns[names[index]] for index in known], np.intp)
         self._names = names
         more = len(self.columns) - self._odd.shape[1]
         if more > 0:

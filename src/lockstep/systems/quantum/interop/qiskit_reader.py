@@ -156,7 +156,7 @@ def import_qiskit() -> Any:
         import qiskit.qasm2
     except ImportError as error:
         raise ConfigError(
-            'circuits of others need Qiskit: pip install "lockstep-train[quantum]"'
+            'circuits of other libraries need Qiskit: pip install "lockstep-train[quantum]"'
         ) from error
     return qiskit
 

@@ -31,7 +31,7 @@ def frequencies(circuit: Circuit, only: Sequence[int] | None = None) -> Tensor:
         only: numbers of the parameters; all by default.
 
     Returns:
-        Frequencies, above 0, float64, one for each parameter asked for. A parameter without gates
+        Frequencies, above 0, float64, one for each of these parameters. A parameter without gates
         has 1.
 
     Raises:
