@@ -75,10 +75,9 @@ def test_replacing_a_link_leaves_alone_what_it_points_to(tmp_path: Path) -> None
 def test_a_device_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to("/proc/self/fd/1")  # as /dev/stdout
     (tmp_path / "null").symlink_to("/dev/null")
-    for path in (Path("/dev/null"), tmp_path / "null", tmp_path / "out"):
+    for path in (tmp_path / "null", tmp_path / "out"):  # links: a failure must do no harm
         with pytest.raises(OSError, match="is a device"), replacing(path):
             pass
-    assert Path("/dev/null").is_char_device()
     assert sorted(os.listdir(tmp_path)) == ["null", "out"]
 
 
