@@ -17,7 +17,7 @@ from lockstep.systems.quantum.hamiltonians.operator import (
     PauliOperator,
     hamiltonian_terms,
     masks_of,
-    pauli_phases,
+    parity_signs,
 )
 from lockstep.systems.quantum.simulation.measure import PauliSum, qubits_of
 from lockstep.systems.quantum.simulation.parts import check_fits
@@ -76,17 +76,19 @@ class _Acting:
     def __init__(self, terms: dict[str, float]) -> None:
         num_qubits = len(next(iter(terms)))
         self._index = torch.arange(1 << num_qubits)
-        self._by_flips: dict[int, list[tuple[str, float]]] = {}
+        self._by_flips: dict[int, list[tuple[int, complex]]] = {}
         for string, coefficient in terms.items():
-            self._by_flips.setdefault(masks_of(string)[0], []).append((string, coefficient))
+            x, z = masks_of(string)
+            factor = coefficient * 1j ** (x & z).bit_count()
+            self._by_flips.setdefault(x, []).append((z, factor))
 
     def __call__(self, vector: Any) -> Any:
         flat = torch.from_numpy(np.ascontiguousarray(vector, dtype=np.complex128).reshape(-1))
         total = torch.zeros_like(flat)
         for x, parts in self._by_flips.items():
             diagonal = torch.zeros_like(flat)
-            for string, coefficient in parts:
-                diagonal += coefficient * pauli_phases(string, self._index)
+            for z, factor in parts:  # as `pauli_phases`, with one complex product less
+                diagonal += factor * parity_signs(self._index, z)
             total += (diagonal * flat)[self._index ^ x]
         return total.numpy()
 
