@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.launching.front import Session, run
+from lockstep.launching.api import Session, run
 from lockstep.launching.rank.environment import detect
 from lockstep.observe import read_events, read_result
 

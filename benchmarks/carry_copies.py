@@ -16,7 +16,7 @@ import torch
 
 from lockstep.config import TrainConfig
 from lockstep.engine.carry.carries import Carry
-from lockstep.engine.carry.group import DistributedCarries
+from lockstep.engine.carry.distributed_carries import DistributedCarries
 from lockstep.launching.rank.environment import detect
 from lockstep.launching.rank.join import open_transport
 

@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.config import CheckpointConfig, OptimizerConfig, PrecisionConfig
-from lockstep.launching.front import Session, run
+from lockstep.launching.api import Session, run
 from lockstep.launching.rank.environment import detect
 from lockstep.observe import read_events
 from peers.models import MODELS, workload

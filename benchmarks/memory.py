@@ -25,7 +25,7 @@ import lockstep
 from lockstep.comm.transport import LocalTransport
 from lockstep.config import CheckpointConfig, OptimizerConfig, TrainConfig
 from lockstep.engine.flat_tensors import FlatTensors
-from lockstep.launching.front import Session, run
+from lockstep.launching.api import Session, run
 from lockstep.parallel.layout import split
 from lockstep.parallel.reduction import OrderedReduction
 from lockstep_loop import Training

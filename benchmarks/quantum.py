@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import circuit_layers
-from lockstep.launching.front import Session
+from lockstep.launching.api import Session
 from lockstep.launching.start import rank_command, start
 from lockstep.systems.quantum.config import QuantumConfig
 from lockstep.systems.quantum.simulation.measure import PauliSum

@@ -17,7 +17,7 @@ import torch
 
 from lockstep.config import CheckpointConfig
 from lockstep.engine.digests import model_digest
-from lockstep.launching.front import Session, run
+from lockstep.launching.api import Session, run
 from lockstep.launching.rank.environment import detect
 from lockstep.observe import read_events
 from lockstep.systems.hrm.config import HrmConfig

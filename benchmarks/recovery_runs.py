@@ -19,7 +19,7 @@ from typing import Any
 from lockstep.cli.prove.chaos.plan import Incident
 from lockstep.cli.prove.chaos.verdict import effect_of
 from lockstep.engine.faults import Moment, PlannedFault, to_env
-from lockstep.launching.front import Session
+from lockstep.launching.api import Session
 from lockstep.launching.rank.join import free_port
 from lockstep.launching.start import rank_command, start
 from lockstep.observe import read_events, read_result

@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.config import CheckpointConfig
 from lockstep.engine.tables import exchange
-from lockstep.launching.front import Session, run
+from lockstep.launching.api import Session, run
 from lockstep.launching.rank.environment import detect
 from lockstep.observe import read_events
 from lockstep.optim import RowSGD

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import CheckpointConfig
-from lockstep.launching.front import Session, run
+from lockstep.launching.api import Session, run
 from lockstep.launching.rank.environment import detect
 from lockstep.observe import read_events
 from lockstep.systems.ufs.config import UfsConfig

@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         folders = item.path.relative_to(Path(__file__).parent).parts
         is_alone = (
-            folders[0] in _ALONE and folders[1] != "front" and _ONE_PROCESS not in item.fixturenames
+            folders[0] in _ALONE and folders[1] != "api" and _ONE_PROCESS not in item.fixturenames
         )
         is_alone |= not _STARTING.isdisjoint(item.fixturenames)
         values = item.callspec.params.values() if hasattr(item, "callspec") else ()

@@ -12,7 +12,7 @@ import pytest
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.launching.front import Session, run
+from lockstep.launching.api import Session, run
 
 PAGE = Path(__file__).parents[1] / "docs" / "data.md"
 

@@ -41,7 +41,7 @@ def test_the_library_is_imported_name_by_name(tmp_path: Path) -> None:
     modules = imported(tmp_path, "import lockstep as ls; ls.Task, ls.Loss, ls.TrainConfig")
     assert "torch" in modules
     assert not modules & {
-        "lockstep.launching.front",
+        "lockstep.launching.api",
         "lockstep.engine.run.loop",
         "rich",
         "typer",

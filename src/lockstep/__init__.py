@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from lockstep.engine.reducer import Reducer
     from lockstep.engine.task import Loss, Phase, Task
     from lockstep.errors import LockstepError
-    from lockstep.launching.front import Result, Stopped, main, train
-    from lockstep.launching.front.api import Loaded, load
-    from lockstep.launching.front.export import Exported, export
+    from lockstep.launching.api import Result, Stopped, main, train
+    from lockstep.launching.api.export import Exported, export
+    from lockstep.launching.api.training import Loaded, load
     from lockstep.launching.launch import launch
 
 __version__ = "0.1.0"

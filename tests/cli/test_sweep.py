@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.conftest import environment, result
-from tests.launching.front import longer_tasks
+from tests.launching.api import longer_tasks
 from tests.slurm.cluster import wait_for
 
 from lockstep.observe.reading.listing import summarise

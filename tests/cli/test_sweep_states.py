@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from pydantic import Field
-from tests.launching.front import longer_tasks
-from tests.launching.front.longer_tasks import Line, LineConfig
+from tests.launching.api import longer_tasks
+from tests.launching.api.longer_tasks import Line, LineConfig
 
 import lockstep as ls
 from lockstep.cli.start.sweep.grid import state_of

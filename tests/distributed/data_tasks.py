@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import lockstep as ls
 from lockstep.config import override
-from lockstep.launching.front import Session, run
+from lockstep.launching.api import Session, run
 from lockstep.launching.rank.environment import detect
 
 SIZE = 83

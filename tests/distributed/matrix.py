@@ -10,8 +10,8 @@ import warnings
 from pathlib import Path
 
 from lockstep.config import override
-from lockstep.launching import front
-from lockstep.launching.front import Session
+from lockstep.launching import api as front
+from lockstep.launching.api import Session
 from lockstep.launching.rank.environment import detect
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -16,7 +16,7 @@ from tests.distributed.tasks import Everything, EverythingConfig
 import lockstep as ls
 from lockstep.config import TrainConfig
 from lockstep.errors import DataError
-from lockstep.launching import front
+from lockstep.launching import api as front
 
 SMALL = ("steps=6",)
 

@@ -8,7 +8,7 @@ from tests.conftest import result
 
 from lockstep.config import TrainConfig
 from lockstep.errors import RankFailure
-from lockstep.launching.front.rank import _assembled
+from lockstep.launching.api.rank import _assembled
 
 TASK = f"{Path(__file__).with_name('state_tasks.py')}:DiesAtStart"
 

@@ -12,9 +12,7 @@ import pytest
 from lockstep.comm.call_records import Call, CallLog, parse_calls
 from lockstep.comm.calls import KINDS, CallRing
 from lockstep.config import TrainConfig
-from lockstep.engine.checkpoint.run_directory import RunDirectory
-from lockstep.engine.events import Event, RankLost
-from lockstep.engine.flight import (
+from lockstep.engine.call_history import (
     FlightFolder,
     difference,
     listed,
@@ -24,7 +22,9 @@ from lockstep.engine.flight import (
     waiting,
     waits,
 )
-from lockstep.engine.recovery.positions import Origin, Owned
+from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.events import Event, RankLost
+from lockstep.engine.recovery.leader import Origin, Owned
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.run.reporter import Reporter
 from lockstep.errors import DataError

@@ -13,7 +13,7 @@ from lockstep.config import TrainConfig
 from lockstep.engine.runtime import everywhere, on_first
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import CheckpointError, LockstepError, RankFailure, shared
-from lockstep.launching.front import Session, rank
+from lockstep.launching.api import Session, rank
 
 
 class Aborted(BaseException):

@@ -18,7 +18,7 @@ from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.digests import model_digest
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.task import Task
-from lockstep.launching.front import Session, run
+from lockstep.launching.api import Session, run
 from lockstep.parallel.layout import Range
 from tests.distributed.tasks import Everything, EverythingConfig
 from tests.fuzz.base import Made, Make

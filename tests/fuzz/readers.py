@@ -20,7 +20,7 @@ from lockstep.data.images import read_labelled
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.faults import FAULTS, PlannedFault, injector, to_env
-from lockstep.launching.front import SESSION, Session
+from lockstep.launching.api import SESSION, Session
 from lockstep.launching.rank.environment import detect, first_host, num_hosts
 from lockstep.launching.targets import trusted_target
 from lockstep.observe import Measured, Predicted, StepCost, event_from_row, read_events, read_result

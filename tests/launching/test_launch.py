@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import WARM, environment, run
-from tests.launching.front.test_train import Line
+from tests.launching.api.test_train import Line
 from torch import nn
 
 import lockstep as ls
@@ -28,7 +28,7 @@ from lockstep.observe import read_events
 ROOT = str(Path(__file__).parents[2])
 
 MODULE = """
-from tests.launching.front.test_train import Line
+from tests.launching.api.test_train import Line
 
 
 class InAFile(Line):
@@ -279,7 +279,7 @@ def test_from_a_thread_twice_with_more_ranks_than_cores(launch: Callable[..., ls
 
 SCRIPT = """
 import lockstep as ls
-from tests.launching.front.test_train import Line as Base
+from tests.launching.api.test_train import Line as Base
 
 class Line(Base):
     seen = []

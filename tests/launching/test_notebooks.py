@@ -13,7 +13,7 @@ from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager, start_new_kernel
 from nbclient import NotebookClient
 from tests.conftest import environment, result
-from tests.launching.front.test_train import Line
+from tests.launching.api.test_train import Line
 
 import lockstep as ls
 from lockstep.observe import read_events
@@ -28,7 +28,7 @@ import sys
 sys.path.append({str(ROOT)!r})
 import time
 import lockstep as ls
-from tests.launching.front.test_train import Line
+from tests.launching.api.test_train import Line
 
 class InACell(Line):
     def after_step(self, model, step):

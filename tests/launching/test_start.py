@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.launching.front import Session
+from lockstep.launching.api import Session
 from lockstep.launching.job.commands import python_command
 from lockstep.launching.job.ending import Ended, how_ended
 from lockstep.launching.job.run import Outcome

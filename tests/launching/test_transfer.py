@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.launching.front import test_train
+from tests.launching.api import test_train
 
 import lockstep as ls
 from lockstep.launching.systems import load_recipe
@@ -17,7 +17,7 @@ from lockstep.launching.transfer import copied, received, target_of
 SOURCE = """
 import random
 
-from tests.launching.front.test_train import Line
+from tests.launching.api.test_train import Line
 
 
 class Plain(Line):
@@ -107,7 +107,7 @@ def test_as_a_copy(module: Any) -> None:
     for task in (changed, module.TakesMore(), module.Drawn()):
         assert "holds more than its config makes of it" in target_of(task)[1]
     in_a_package = test_train.Line()
-    assert in_a_package.__module__ == "tests.launching.front.test_train"
+    assert in_a_package.__module__ == "tests.launching.api.test_train"
     for task in (module.Outer.Inner(), module.within()(), module.Guarded(), in_a_package):
         target, reason = target_of(task)
         assert target == ""

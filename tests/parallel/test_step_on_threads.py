@@ -18,7 +18,7 @@ from lockstep.config import TrainConfig
 from lockstep.engine.assembly import assemble
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.digests import model_digest
-from lockstep.engine.recovery.consistency import check_replicas
+from lockstep.engine.recovery.replica_checks import check_replicas
 from lockstep.engine.recovery.sharded_state import whole_state
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Runtime

@@ -29,7 +29,7 @@ from lockstep.engine.passes.buffers import ForwardState
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.passes.stages import stages_of
 from lockstep.engine.placement import Placement
-from lockstep.engine.recovery.consistency import check_same, check_start
+from lockstep.engine.recovery.replica_checks import check_same, check_start
 from lockstep.engine.run.progress import check_watched
 from lockstep.engine.runtime import Runtime, everywhere
 from lockstep.engine.snapshot.task_state import TaskState

@@ -23,8 +23,8 @@ from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.task import Task, with_config
 from lockstep.engine.task.task import check_config
 from lockstep.errors import CheckpointError, LaunchError, LockstepError, RankFailure, TaskFailure
-from lockstep.launching.front import Result, Session, Stopped, claim, find_device, new_run_dir
-from lockstep.launching.front.api import restored
+from lockstep.launching.api import Result, Session, Stopped, claim, find_device, new_run_dir
+from lockstep.launching.api.training import restored
 from lockstep.launching.job.commands import local_command
 from lockstep.launching.job.ending import Ended
 from lockstep.launching.rank.early import INTERRUPTED

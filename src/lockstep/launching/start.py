@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import LaunchError
-from lockstep.launching.front import Session
+from lockstep.launching.api import Session
 from lockstep.launching.host.output_pump import pumped_output
 from lockstep.launching.host.processes import usable_cores
 from lockstep.launching.job.commands import (

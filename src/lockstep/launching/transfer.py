@@ -29,7 +29,7 @@ from lockstep.data.random import kept_generators
 from lockstep.engine.audit.hidden_state import hidden_state
 from lockstep.engine.task import Task
 from lockstep.errors import LaunchError, LockstepError, TaskError, shortened
-from lockstep.launching.front import Session, leave, run
+from lockstep.launching.api import Session, leave, run
 from lockstep.launching.systems import recipe_of
 from lockstep.launching.targets import make_task
 

@@ -11,7 +11,7 @@ from lockstep.parallel.fold import rows_needed
 from lockstep.parallel.layout import Range, leaves, merges
 from lockstep.parallel.mesh import Mesh, sizes_of_replicas
 from lockstep.parallel.reduction import SMALL_BYTES
-from lockstep.planning.facts import Anatomy, Facts, Group, Timed
+from lockstep.planning.measurements import Anatomy, Facts, Group, Timed
 
 SHARDINGS: tuple[Sharding, ...] = ("none", "optimizer", "gradients", "parameters")
 

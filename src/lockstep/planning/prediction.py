@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.parallel.reduction import SMALL_BYTES
-from lockstep.planning.facts import Facts, Timed
 from lockstep.planning.layouts import Layout, peak_bytes
+from lockstep.planning.measurements import Facts, Timed
 from lockstep.planning.network import Network
 
 

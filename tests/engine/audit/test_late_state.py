@@ -21,8 +21,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 import lockstep as ls
 from lockstep.errors import TaskError
-from lockstep.launching import front
-from lockstep.launching.front import Session
+from lockstep.launching import api as front
+from lockstep.launching.api import Session
 
 SAMPLES = 48
 LATE = 5

@@ -16,8 +16,8 @@ from torch.utils.data import TensorDataset
 import lockstep as ls
 from lockstep.engine.audit.caches import Caches
 from lockstep.errors import TaskError
-from lockstep.launching import front
-from lockstep.launching.front import Session
+from lockstep.launching import api as front
+from lockstep.launching.api import Session
 
 SAMPLES = 48
 

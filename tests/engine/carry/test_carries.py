@@ -18,7 +18,7 @@ from lockstep.engine.carry.carries import (
     pack,
     unpack,
 )
-from lockstep.engine.carry.group import exchanged
+from lockstep.engine.carry.distributed_carries import exchanged
 from lockstep.errors import TaskError
 
 CPU = torch.device("cpu")

@@ -222,7 +222,7 @@ def test_a_list_that_nothing_was_added_to_stays_empty() -> None:
 
 
 def test_a_metric_of_states_can_be_watched_and_arrays_are_in_the_files(tmp_path: Path) -> None:
-    from lockstep.launching.front import Session, run
+    from lockstep.launching.api import Session, run
 
     class Watching(Classifier):
         def dataset(self, split: str) -> Any:

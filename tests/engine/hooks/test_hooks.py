@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.launching.front.test_train import Line, config
+from tests.launching.api.test_train import Line, config
 
 import lockstep as ls
 from lockstep.errors import CheckpointError, ConfigError, TaskError, TaskFailure

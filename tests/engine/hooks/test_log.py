@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.launching.front.test_train import Line, config
+from tests.launching.api.test_train import Line, config
 from torch import nn
 
 import lockstep as ls

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lockstep.engine.optimizer import bare_steps
+from lockstep.engine.optimizer import fast_steps
 
 KINDS: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
     (optim.Adadelta, {}), (optim.Adagrad, {}), (optim.Adam, {"amsgrad": True}), (optim.AdamW, {}),
@@ -40,7 +40,7 @@ def test_a_step_has_the_bits_of_the_optimizers_own(
     one, other = parameters(), parameters()
     ours, theirs = kind(one, **{"lr": 0.1, **options}), kind(other, **{"lr": 0.1, **options})
     for _ in range(3):
-        bare_steps.step(ours)
+        fast_steps.step(ours)
         theirs.step()
     for a, b in zip(one, other, strict=True):
         assert torch.equal(a, b)
@@ -59,20 +59,20 @@ class Own(optim.SGD):
 
 def test_watched_steps_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Own(parameters(), lr=0.1)
-    bare_steps.step(own)
+    fast_steps.step(own)
     assert own.count == 1
     seen = []
     hooked = optim.SGD(parameters(), lr=0.1)
     hooked.register_step_post_hook(lambda *_: seen.append("hook"))
-    bare_steps.step(hooked)
+    fast_steps.step(hooked)
     scheduled = optim.SGD(parameters(), lr=0.1)
     step = copy.copy(scheduled.step)
     scheduled.step = lambda closure=None: seen.append("schedule") or step(closure)
-    bare_steps.step(scheduled)
+    fast_steps.step(scheduled)
     handle = register_optimizer_step_pre_hook(lambda *_: seen.append("any"))
-    bare_steps.step(optim.SGD(parameters(), lr=0.1))
+    fast_steps.step(optim.SGD(parameters(), lr=0.1))
     handle.remove()
-    bare_steps.step(optim.SGD(parameters(), lr=0.1))
+    fast_steps.step(optim.SGD(parameters(), lr=0.1))
     assert seen == ["hook", "schedule", "any"]
     plain = optim.SGD.step
 
@@ -82,11 +82,11 @@ def test_watched_steps_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         return plain(*arguments)
 
     monkeypatch.setattr(optim.SGD, "step", counted)
-    bare_steps.step(optim.SGD(parameters(), lr=0.1))
+    fast_steps.step(optim.SGD(parameters(), lr=0.1))
     assert seen.pop() == "patched"
     monkeypatch.undo()
     with torch.profiler.profile() as profile:
-        bare_steps.step(optim.SGD(parameters(), lr=0.1))
+        fast_steps.step(optim.SGD(parameters(), lr=0.1))
     assert "Optimizer.step#SGD.step" in {event.key for event in profile.key_averages()}
 
 
@@ -95,7 +95,7 @@ def test_a_step_can_be_differentiated() -> None:
     moved = start.clone()
     optimizer = optim.SGD([moved], lr=0.1, weight_decay=0.5, differentiable=True)
     moved.grad = torch.ones(2)
-    bare_steps.step(optimizer)
+    fast_steps.step(optimizer)
     moved.sum().backward()
     assert start.grad is not None
     assert start.grad.tolist() == pytest.approx([0.95, 0.95])
@@ -117,7 +117,7 @@ def test_fused_groups_are_stepped_as_their_options_say() -> None:
             optimizer.param_groups[1]["lr"] = 0.1 / (number + 1)
             late.grad = torch.full_like(late, 0.5) if number != 2 else None
             if is_bare:
-                bare_steps.step(optimizer)
+                fast_steps.step(optimizer)
             else:
                 optimizer.step()
         steps.append((one, two, late, repr(optimizer.state_dict())))
@@ -134,7 +134,7 @@ def test_a_patched_step_of_adam_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
         return plain(*arguments)
 
     optimizer = optim.Adam(parameters(), fused=True)
-    bare_steps.step(optimizer)
+    fast_steps.step(optimizer)
     monkeypatch.setattr(optim.Adam, "step", counted)
-    bare_steps.step(optimizer)
+    fast_steps.step(optimizer)
     assert seen == ["patched"]

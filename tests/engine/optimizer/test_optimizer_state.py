@@ -28,7 +28,7 @@ from lockstep.engine.run.loop import Trainer
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.snapshot.capture import capture
-from lockstep.engine.snapshot.fits import check_fits, check_optimizer_fits
+from lockstep.engine.snapshot.compatibility import check_fits, check_optimizer_fits
 from lockstep.engine.snapshot.restore import copy_state, load_model, restore
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, TaskError

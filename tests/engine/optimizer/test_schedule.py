@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.launching.front.test_train import Line
-from tests.launching.front.test_train import config as line_config
+from tests.launching.api.test_train import Line
+from tests.launching.api.test_train import config as line_config
 from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import (

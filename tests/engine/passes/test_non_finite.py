@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.comm.transport import LocalTransport
-from lockstep.engine.passes.returned import non_finite_loss
+from lockstep.engine.passes.loss_checks import non_finite_loss
 
 
 @pytest.mark.parametrize("is_split", [True, False])

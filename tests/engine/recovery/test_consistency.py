@@ -10,7 +10,7 @@ import torch
 from tests.thread_transport import ThreadTransport, on_ranks
 from torch import nn
 
-from lockstep.engine.recovery.consistency import check_replicas
+from lockstep.engine.recovery.replica_checks import check_replicas
 from lockstep.errors import DivergenceError
 
 NAME = "column 0, block 1: elements 0 to 3 of torch.float32"

@@ -13,7 +13,7 @@ from lockstep.comm.transport import LocalTransport
 from lockstep.config import TrainConfig
 from lockstep.engine.assembly import Parts, assemble
 from lockstep.engine.digests import model_digest
-from lockstep.engine.recovery.positions import NOWHERE, Owned, find_origin
+from lockstep.engine.recovery.leader import NOWHERE, Owned, find_origin
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.task import Loss, Task
 

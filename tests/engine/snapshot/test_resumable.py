@@ -22,7 +22,7 @@ from lockstep.engine.optimizer.choice import ELEMENTWISE
 from lockstep.engine.snapshot.resumable import _is_state
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import CheckpointError
-from lockstep.launching.front import Result, Session, run
+from lockstep.launching.api import Result, Session, run
 
 CONFIG = EverythingConfig(steps=4, eval_every=2, batch_size=12, num_microbatches=2, threads=1)
 

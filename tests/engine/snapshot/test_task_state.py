@@ -19,8 +19,8 @@ from lockstep.engine.checkpoint import listing
 from lockstep.engine.faults import PlannedFault, to_env
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.errors import CheckpointError, TaskError, TaskFailure
-from lockstep.launching import front
-from lockstep.launching.front import Session
+from lockstep.launching import api as front
+from lockstep.launching.api import Session
 
 STEPS = 6
 

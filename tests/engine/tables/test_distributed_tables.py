@@ -24,8 +24,8 @@ from lockstep.engine.tables.files import (
     read_fields,
     read_rows,
 )
-from lockstep.engine.tables.group import Tables
 from lockstep.engine.tables.run_tables import check_tables_fit
+from lockstep.engine.tables.step_tables import Tables
 from lockstep.engine.tables.table import Part, check_row_optimizer
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, TaskError
 from lockstep.optim import RowAdam, RowOptimizer, RowSGD
@@ -384,7 +384,7 @@ def test_a_step_whose_rows_one_rank_does_not_know_fails_on_all():
 
 
 def test_many_norms_come_in_two_messages(monkeypatch):
-    monkeypatch.setattr("lockstep.engine.tables.group._AT_ONCE", 2)
+    monkeypatch.setattr("lockstep.engine.tables.step_tables._AT_ONCE", 2)
     few = [on_ranks(size, lambda t: trained(t)[1])[0] for size in (1, 3)]
     monkeypatch.undo()
     assert few == [on_ranks(1, lambda t: trained(t)[1])[0]] * 2

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.launching.front.test_train import config
+from tests.launching.api.test_train import config
 from tests.nn.sharded.test_refusals import Change, Net
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset

@@ -8,8 +8,8 @@ from tests.observe.reading.test_diagnosis import STACK, waiting_in
 from tests.observe.reading.test_histories import done
 from watched_runs import START, ended, on_screen, running, shown, until
 
+from lockstep.engine.call_history import FlightFolder
 from lockstep.engine.checkpoint.run_directory import RunDirectory
-from lockstep.engine.flight import FlightFolder
 from lockstep.observe.monitor.watch import Watched
 
 

@@ -13,7 +13,7 @@ from tests.systems.hrm.tiny_arc import RUN
 
 from lockstep.config import override
 from lockstep.engine.faults import PlannedFault, to_env
-from lockstep.launching.front import Session, run
+from lockstep.launching.api import Session, run
 from lockstep.systems.hrm.config import HrmConfig
 from lockstep.systems.hrm.data.writer import Puzzle, new_dataset
 from lockstep.systems.hrm.reports.scores import by_segments

@@ -188,7 +188,7 @@ def same(run_dir, alone):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """The result of one process."""
-    from lockstep.launching.front import Session, run
+    from lockstep.launching.api import Session, run
 
     folder = tmp_path_factory.mktemp("alone")
     config = override(HrmConfig(), [*RUN, "threads=1"])

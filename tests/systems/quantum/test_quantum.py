@@ -276,7 +276,7 @@ def test_any_number_of_ranks_gives_the_same_bits_whatever_is_distributed(lockste
 def test_a_run_says_how_many_samples_a_step_has_and_not_how_many_fit(here, tmp_path) -> None:
     """The corpus has 8 sentences, and batch_size is a million."""
     ended = here("train", "quantum", "steps=2", "--run-dir", "run")
-    assert "batch       8 samples in 8 microbatches" in ended.stdout
+    assert "a step: 8 samples in 8 microbatches" in ended.stdout
     rows = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     (started,) = (row for row in rows if row["event"] == "RunStarted")
     assert (started["batch_size"], started["num_samples"]) == (8, 8)

@@ -15,7 +15,7 @@ from lockstep.config import Count, Positive, Section, TrainConfig, load, overrid
 from lockstep.config.files import read_text
 from lockstep.engine.checkpoint.origin import settled
 from lockstep.errors import LaunchError
-from lockstep.launching.front import Session
+from lockstep.launching.api import Session
 from lockstep.launching.host.processes import THREAD_VARIABLES
 from lockstep.launching.job.commands import SILENCE_S, mpirun_command
 from lockstep.launching.slurm.resources import Resources

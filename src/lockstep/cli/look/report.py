@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.engine.call_history import listed
 from lockstep.engine.checkpoint.run_directory import RunDirectory
-from lockstep.engine.flight import listed
 from lockstep.observe.reading.diagnosis.facts import calls_of
 from lockstep.observe.reading.diagnosis.verdict import causes, diagnosis_lines
 from lockstep.observe.reading.flight_recorder import missing, write_flight

@@ -17,7 +17,7 @@ from lockstep.engine.checkpoint import listing
 from lockstep.engine.digests import tensor_digest
 from lockstep.engine.tables.files import read_rows
 from lockstep.errors import ConfigError, LaunchError
-from lockstep.launching.front import Session
+from lockstep.launching.api import Session
 from lockstep.launching.job.ending import Ended
 from lockstep.launching.start import LAUNCHERS, rank_command, start
 from lockstep.launching.targets import absolute, configured, is_script

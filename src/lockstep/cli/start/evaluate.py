@@ -17,10 +17,10 @@ from lockstep.engine.evaluation.batches import evaluated_splits
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, DataError
-from lockstep.launching.front import TIMEOUT_S, on_device
-from lockstep.launching.front.api import restored
-from lockstep.launching.front.export import SUFFIXES
-from lockstep.launching.front.export import export as export_model
+from lockstep.launching.api import TIMEOUT_S, on_device
+from lockstep.launching.api.export import SUFFIXES
+from lockstep.launching.api.export import export as export_model
+from lockstep.launching.api.training import restored
 from lockstep.launching.rank.environment import detect
 from lockstep.launching.rank.join import open_transport
 from lockstep.launching.rank.process import num_threads

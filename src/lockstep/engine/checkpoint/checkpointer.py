@@ -20,16 +20,20 @@ from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.checkpoint.writer import AsyncWriter
 from lockstep.engine.digests import check_rounding
 from lockstep.engine.events import Checkpointed, Event, Resumed, Warned
-from lockstep.engine.recovery.consistency import check_replicas, check_streams
+from lockstep.engine.recovery.replica_checks import check_replicas, check_streams
 from lockstep.engine.recovery.sharded_state import numbers_of_state, whole_state
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Runtime, everywhere, on_first
 from lockstep.engine.snapshot.capture import StreamedState, WholeTensors, capture, whole_tensors
-from lockstep.engine.snapshot.fits import check_fits, check_optimizer_fits, check_optimizer_state
+from lockstep.engine.snapshot.compatibility import (
+    check_fits,
+    check_optimizer_fits,
+    check_optimizer_state,
+)
 from lockstep.engine.snapshot.restore import restore, start_from
 from lockstep.engine.snapshot.resumable import check_meta, check_training_state, stretch
 from lockstep.engine.tables.files import StreamedTables
-from lockstep.engine.task.rebuilt import length_reads
+from lockstep.engine.task.task_config import length_reads
 from lockstep.errors import CheckpointError
 
 _UNKNOWN = "what it read under an earlier version is not known"

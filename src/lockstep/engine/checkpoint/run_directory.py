@@ -17,9 +17,9 @@ from typing import IO
 from lockstep.config import TrainConfig, outcome
 from lockstep.config.files import leftovers, open_regular, read_text, replacing
 from lockstep.config.parsing import as_type, flattened, parse_object, parse_yaml, shown_apart
+from lockstep.engine.call_history import FlightFolder
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.listing import own_entries
-from lockstep.engine.flight import FlightFolder
 from lockstep.errors import RunDirectoryError
 
 _IDENTITY = "run.json"

@@ -23,7 +23,7 @@ from lockstep.engine.passes.buffers import KeptBuffers
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.placement import Placement
 from lockstep.engine.runtime import everywhere
-from lockstep.engine.tables.group import AllFetched, Tables
+from lockstep.engine.tables.step_tables import AllFetched, Tables
 from lockstep.engine.task import Task
 from lockstep.errors import TaskError, shared
 from lockstep.nn.pipeline import StageDone

@@ -16,8 +16,7 @@ from torch import Tensor, nn, optim
 from lockstep.data.random import global_state, seed_all
 from lockstep.engine.audit.hidden_state import hidden_state, module_globals
 from lockstep.engine.flat_tensors import FlatTensors, Slice, storages
-from lockstep.engine.optimizer import bare_steps
-from lockstep.engine.optimizer.bare_steps import Keepers, Stepped
+from lockstep.engine.optimizer import fast_steps
 from lockstep.engine.optimizer.choice import (
     NamedOptimizers,
     is_elementwise,
@@ -26,6 +25,7 @@ from lockstep.engine.optimizer.choice import (
     parts_of,
     stepping_in,
 )
+from lockstep.engine.optimizer.fast_steps import Keepers, Stepped
 from lockstep.engine.optimizer.optimizer_state import (
     TENSOR,
     OptimizerState,
@@ -201,7 +201,7 @@ class FlatOptimizer:
         is_watched = self.may_draw and self._sharded
         before = global_state() if is_watched else None
         outside = self._outside(optimizer)
-        bare_steps.step(optimizer)
+        fast_steps.step(optimizer)
         if outside and (now := self._outside(optimizer)) != outside:
             moved = [path for path in {**outside, **now} if outside.get(path) != now.get(path)]
             self._moved = f"{moved[0].rstrip('!')}: is changed by {type(optimizer).__name__}.step"

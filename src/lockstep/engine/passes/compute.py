@@ -15,9 +15,9 @@ from lockstep.data.attributes import AttributeGuard
 from lockstep.data.random import IdleGenerators, Stream, random_key, seed_all
 from lockstep.engine.carry.carries import Carries, Carry
 from lockstep.engine.passes.local_steps import LocalSteps
+from lockstep.engine.passes.loss_checks import check_has_gradient, check_loss, pair_of, place
 from lockstep.engine.passes.phases import Phases
 from lockstep.engine.passes.precision import autocast
-from lockstep.engine.passes.returned import check_has_gradient, check_loss, pair_of, place
 from lockstep.engine.tables.run_tables import Lookups
 from lockstep.engine.task import Loss, Number, Phase, Task, has_carry
 from lockstep.errors import TaskError

@@ -23,7 +23,7 @@ from lockstep.engine.audit.hidden_state import hidden_state
 from lockstep.engine.carry.carries import Carry
 from lockstep.engine.optimizer.choice import check_optimizer, default_optimizer
 from lockstep.engine.optimizer.optimizer_state import home_of
-from lockstep.engine.passes.returned import norm_overflows
+from lockstep.engine.passes.loss_checks import norm_overflows
 from lockstep.engine.task import Loss, Number, Task
 from lockstep.errors import NonFiniteError, TaskError
 from lockstep.nn.sharded.layers import has_gradient_hook

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import TrainConfig
-from lockstep.engine.carry.group import DistributedCarries
+from lockstep.engine.carry.distributed_carries import DistributedCarries
 from lockstep.engine.faults import FaultsInside
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.passes.backward import Backward, Forwarded
@@ -23,7 +23,7 @@ from lockstep.engine.passes.compute import Compute
 from lockstep.engine.passes.precision import LossScale
 from lockstep.engine.placement import Placement
 from lockstep.engine.runtime import Runtime
-from lockstep.engine.tables.group import Tables
+from lockstep.engine.tables.step_tables import Tables
 from lockstep.engine.timing import Stopwatch
 from lockstep.errors import TaskError
 from lockstep.nn.pipeline import StageDone

@@ -15,7 +15,7 @@ from lockstep.config import TrainConfig
 from lockstep.engine.assembly import Parts
 from lockstep.engine.checkpoint.checkpointer import Checkpointer
 from lockstep.engine.optimizer.optimizer_state import OptimizerState
-from lockstep.engine.recovery.positions import (
+from lockstep.engine.recovery.leader import (
     NOWHERE,
     Lead,
     Origin,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.engine.optimizer.optimizer_state import OptimizerState, Scalars
-from lockstep.engine.recovery.positions import Owned
+from lockstep.engine.recovery.leader import Owned
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.errors import RankFailure, TaskError, shared
 from lockstep.parallel.exchange import gather_slices

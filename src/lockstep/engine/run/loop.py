@@ -19,7 +19,7 @@ from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.evaluation.batches import Scores, is_validation
 from lockstep.engine.evaluation.evaluation import EvaluationAudit
 from lockstep.engine.events import Finished, Rebalanced, Warned
-from lockstep.engine.hooks import Hooks
+from lockstep.engine.hook_calls import Hooks
 from lockstep.engine.recovery.procedure import TOO_FEW_RANKS, Recovery
 from lockstep.engine.run.microbatches import Microbatches, check_size
 from lockstep.engine.run.progress import Progress

@@ -10,6 +10,7 @@ from typing import Any
 
 from lockstep.config import TrainConfig
 from lockstep.engine.assembly import Parts
+from lockstep.engine.call_history import losses
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.evaluation.batches import is_validation
 from lockstep.engine.events import (
@@ -22,8 +23,7 @@ from lockstep.engine.events import (
     StepDone,
     Warned,
 )
-from lockstep.engine.flight import losses
-from lockstep.engine.recovery.positions import NOWHERE, Origin
+from lockstep.engine.recovery.leader import NOWHERE, Origin
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.step.sums import StepResult

@@ -9,7 +9,7 @@ from lockstep.config import TrainConfig
 from lockstep.engine.assembly import Parts
 from lockstep.engine.evaluation.batches import Scores, is_validation, judged
 from lockstep.engine.events import Evaluated, Improved
-from lockstep.engine.hooks import Hooks
+from lockstep.engine.hook_calls import Hooks
 from lockstep.engine.run.progress import ALL_STEPS, Progress
 from lockstep.engine.run.reporter import Reporter
 from lockstep.engine.runtime import Runtime

@@ -20,7 +20,7 @@ from lockstep.engine.optimizer.optimizer_state import DTYPES, OptimizerState, dt
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Runtime, everywhere, on_first
 from lockstep.engine.snapshot.capture import capture, own_tensors
-from lockstep.engine.snapshot.fits import check_fits
+from lockstep.engine.snapshot.compatibility import check_fits
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.engine.tables.files import load_whole
 from lockstep.engine.tables.run_tables import tables_of

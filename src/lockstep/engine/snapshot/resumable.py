@@ -21,7 +21,7 @@ from lockstep.config import TrainConfig
 from lockstep.config.parsing import as_type, shown
 from lockstep.engine.assembly import Parts
 from lockstep.engine.carry.carries import check_named
-from lockstep.engine.carry.group import DistributedCarries
+from lockstep.engine.carry.distributed_carries import DistributedCarries
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.hook import Hook

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from lockstep.engine.flat_tensors import FlatTensors
+from lockstep.engine.passes.loss_checks import check_weight, non_finite_gradient, non_finite_loss
 from lockstep.engine.passes.passes import Passes, StepParts, fill
-from lockstep.engine.passes.returned import check_weight, non_finite_gradient, non_finite_loss
 from lockstep.engine.runtime import Raised, shared_error
 from lockstep.engine.step.workspace import Workspace
-from lockstep.engine.task.rebuilt import LengthReads
+from lockstep.engine.task.task_config import LengthReads
 from lockstep.engine.timing import Times
 from lockstep.parallel.rounds import Rounds
 

@@ -17,7 +17,7 @@ from lockstep.comm.host import give_back_large
 from lockstep.config import TrainConfig
 from lockstep.engine.audit.constants import Constants
 from lockstep.engine.audit.pass_state import PassState
-from lockstep.engine.carry.group import distributed_carries
+from lockstep.engine.carry.distributed_carries import distributed_carries
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer, unequal_settings
 from lockstep.engine.optimizer.optimizer_state import OptimizerState
@@ -35,8 +35,8 @@ from lockstep.engine.step.model import SlicedParameters
 from lockstep.engine.step.step_audit import StepAudit
 from lockstep.engine.step.sums import Header, StepResult, StepSums, Summed, num_values
 from lockstep.engine.step.workspace import Workspace
-from lockstep.engine.tables.group import Tables
-from lockstep.engine.task.rebuilt import length_reads
+from lockstep.engine.tables.step_tables import Tables
+from lockstep.engine.task.task_config import length_reads
 from lockstep.engine.timing import Stopwatch
 from lockstep.errors import TaskError, shared
 from lockstep.nn.cutting import keep

@@ -1,6 +1,7 @@
 """The task that a user writes, its losses, and tasks with other configs."""
 
-from lockstep.engine.task.rebuilt import (
+from lockstep.engine.task.task import Loss, Number, Phase, Task, has_carry, has_lookups, own_collate
+from lockstep.engine.task.task_config import (
     data_buffers,
     is_part_of,
     is_scratch,
@@ -8,7 +9,6 @@ from lockstep.engine.task.rebuilt import (
     with_config,
     with_watched_config,
 )
-from lockstep.engine.task.task import Loss, Number, Phase, Task, has_carry, has_lookups, own_collate
 
 __all__ = [
     "Loss",

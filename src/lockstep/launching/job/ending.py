@@ -13,7 +13,7 @@ from typing import Any
 from lockstep.engine.checkpoint.run_directory import rescued_paths
 from lockstep.engine.run.loop import EXIT_CODES
 from lockstep.errors import LockstepError
-from lockstep.launching.front import Session
+from lockstep.launching.api import Session
 from lockstep.launching.job.run import Outcome
 from lockstep.launching.rank.early import NOTHING_SAVED
 from lockstep.launching.rank.process import PREEMPTED

@@ -16,7 +16,7 @@ from typing import Any
 from lockstep.comm.call_records import Call, CallLog
 from lockstep.comm.calls import NUM_RECORDS
 from lockstep.config.files import replacing_binary
-from lockstep.engine.flight import MOST_FILES, listed
+from lockstep.engine.call_history import MOST_FILES, listed
 from lockstep.errors import ConfigError, DataError
 
 VERSION = "2.10"

@@ -21,7 +21,7 @@ from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.events import RunStarted, StepDone
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.launching.front.api import restored
+from lockstep.launching.api.training import restored
 from lockstep.observe import event_from_row, read_events
 from lockstep.systems.quantum import language as grammar
 from lockstep.systems.quantum.config import QuantumConfig

@@ -20,7 +20,7 @@ from lockstep.engine.checkpoint.format import newest_valid, read, read_manifest
 from lockstep.engine.checkpoint.listing import folders, read_hint
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.digests import model_digest
-from lockstep.engine.snapshot.fits import check_fits
+from lockstep.engine.snapshot.compatibility import check_fits
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.systems.ufs.config import UfsConfig

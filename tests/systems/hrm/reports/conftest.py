@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.launching.front import Session, run
+from lockstep.launching.api import Session, run
 from lockstep.systems.hrm.config import HrmConfig
 from lockstep.systems.hrm.reports.trained_model import TrainedModel, load_trained
 from lockstep.systems.hrm.task import Hrm

@@ -39,7 +39,7 @@ from lockstep.comm.torchdist.process_group_transport import ProcessGroupTranspor
 from lockstep.comm.transport import Transport
 from lockstep.config.parsing import as_type, parse_object
 from lockstep.errors import ConfigError, DataError, LaunchError, LockstepError, RankFailure
-from lockstep.launching.front import find_device
+from lockstep.launching.api import find_device
 from lockstep.launching.rank.environment import Environment, detect
 from lockstep.launching.rank.join import open_transport
 from lockstep.launching.rank.process import num_threads, tell

@@ -29,7 +29,7 @@ from lockstep.nn.cutting import shards_of, units_of
 from lockstep.nn.pipeline import Pipeline
 from lockstep.parallel.fold import rows_needed
 from lockstep.parallel.layout import Range
-from lockstep.planning.facts import Anatomy, Facts, Group, Timed
+from lockstep.planning.measurements import Anatomy, Facts, Group, Timed
 from lockstep.planning.operations import MOST_BYTES
 from lockstep.planning.profile import Profile
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from lockstep.config import TrainConfig
 from lockstep.errors import LaunchError, LockstepError, RankFailure
-from lockstep.launching.front import Session
+from lockstep.launching.api import Session
 from lockstep.launching.job.commands import rank_environment
 from lockstep.launching.job.run import capture
 from lockstep.launching.start import rank_command
 from lockstep.observe import read_events, read_result
-from lockstep.planning.facts import Timed
+from lockstep.planning.measurements import Timed
 
 _NEVER = 1_000_000_000
 """Steps between evaluations of a training that is to have none."""

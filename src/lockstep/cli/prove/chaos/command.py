@@ -33,7 +33,7 @@ from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.run_directory import rescued_paths
 from lockstep.engine.faults import PRINTED, moved
 from lockstep.errors import ConfigError, LaunchError, LockstepError, RunDirectoryError
-from lockstep.launching.front import Session
+from lockstep.launching.api import Session
 from lockstep.launching.job.ending import Ended
 from lockstep.launching.start import SURVIVABLE, check_replacements, rank_command, start
 from lockstep.launching.targets import absolute, configured, is_script

@@ -10,9 +10,9 @@ from functools import cached_property
 from statistics import median
 from typing import Any, TypeVar
 
+from lockstep.engine.call_history import FLIGHT, Logs, unreported
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.events import Event, RankLost, RunStarted
-from lockstep.engine.flight import FLIGHT, Logs, unreported
 from lockstep.observe.reading.history import History, Process
 from lockstep.observe.reading.listing import Summary
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from lockstep.engine.call_history import difference, listed, waits
 from lockstep.engine.events import Failed, RankLost, Recovered
-from lockstep.engine.flight import difference, listed, waits
 from lockstep.observe import text
 from lockstep.observe.reading.diagnosis.facts import Calls, Cause, Facts, percent
 from lockstep.observe.reading.diagnosis.slowness import slowness

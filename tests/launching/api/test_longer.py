@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.conftest import result
-from tests.launching.front import longer_tasks
+from tests.launching.api import longer_tasks
 
 import lockstep as ls
 from lockstep.config import load

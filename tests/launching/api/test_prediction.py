@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 from tests.conftest import target
 from tests.distributed.tasks import EverythingConfig
-from tests.launching.front.test_train import Line, config
+from tests.launching.api.test_train import Line, config
 
 import lockstep as ls
 from lockstep.config import override
 from lockstep.engine.faults import PlannedFault, to_env
 from lockstep.errors import ConfigError
-from lockstep.launching.front import predicted
-from lockstep.launching.front.prediction import predicted_for_joiner
+from lockstep.launching.api import predicted
+from lockstep.launching.api.prediction import predicted_for_joiner
 from lockstep.observe import StepCost, read_events, read_result
-from lockstep.planning.facts import Anatomy, Facts, Timed
 from lockstep.planning.layouts import Layout
+from lockstep.planning.measurements import Anatomy, Facts, Timed
 from lockstep.planning.network import Network
 from lockstep.planning.plan import Plan, make_plan
 from lockstep.planning.profile import write_json

@@ -12,13 +12,13 @@ import onnxruntime
 import pytest
 import torch
 from safetensors import safe_open
-from tests.launching.front.test_train import Line
+from tests.launching.api.test_train import Line
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import lockstep as ls
 from lockstep.errors import ConfigError, DataError, TaskError
-from lockstep.launching.front.export import SUFFIXES
+from lockstep.launching.api.export import SUFFIXES
 
 GRAPHS = ("torch.export", "torchscript", "onnx")
 
@@ -236,6 +236,6 @@ def test_data_that_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.launching.front.export.find_spec", lambda name: None)
+    monkeypatch.setattr("lockstep.launching.api.export.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs onnx, onnxscript, onnxruntime; install it with"):
         ls.export(tmp_path, tmp_path / "model.onnx")

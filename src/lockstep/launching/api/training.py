@@ -18,14 +18,14 @@ from lockstep.data.random import kept_generators
 from lockstep.engine.checkpoint.choice import find_snapshot
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.run_directory import RunDirectory
-from lockstep.engine.snapshot.fits import check_fits
+from lockstep.engine.snapshot.compatibility import check_fits
 from lockstep.engine.snapshot.restore import load_model
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.step.model import build_model
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.launching.front.rank import run
-from lockstep.launching.front.session import Result, Session
+from lockstep.launching.api.rank import run
+from lockstep.launching.api.session import Result, Session
 from lockstep.launching.rank.process import tell
 from lockstep.launching.systems import Adopts
 from lockstep.launching.targets import make_task, task_class, trusted_target

@@ -10,8 +10,8 @@ import pytest
 import torch
 from tests.conftest import result
 from tests.distributed.conftest import CONFIG
-from tests.launching.front import longer_tasks
-from tests.launching.front.longer_tasks import Line, LineConfig
+from tests.launching.api import longer_tasks
+from tests.launching.api.longer_tasks import Line, LineConfig
 from torch import nn
 
 import lockstep as ls

@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.config.parsing import shown
 from lockstep.engine.checkpoint.format import Snapshot
-from lockstep.engine.optimizer import bare_steps
+from lockstep.engine.optimizer import fast_steps
 from lockstep.engine.optimizer.choice import ELEMENTWISE
 from lockstep.engine.optimizer.optimizer_state import TENSOR, to_json
 from lockstep.engine.snapshot.resumable import SavedShared
@@ -191,7 +191,7 @@ def _layout(train_step: TrainStep) -> tuple[_Layout, dict[str, Any]]:
         trial = type(own)([parameter], lr=1e-3)  # type: ignore[call-arg]
         hyper = own.param_groups[index]
         trial.param_groups[0].update({k: v for k, v in hyper.items() if k != "params"})
-        bare_steps.step(trial)
+        fast_steps.step(trial)
         attributes |= {k: v for k, v in vars(trial).items() if isinstance(v, bool)}
         for key, value in trial.state.get(parameter, {}).items():
             is_whole = isinstance(value, torch.Tensor) and value.dim() > 0

@@ -22,7 +22,7 @@ from lockstep.errors import ConfigError
 
 SCRIPT = """
 import lockstep as ls
-from tests.launching.front.test_train import Line
+from tests.launching.api.test_train import Line
 CONFIG = ls.TrainConfig(steps=6)
 {call}
 print("went on", flush=True)

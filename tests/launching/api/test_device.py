@@ -9,8 +9,8 @@ import torch
 
 from lockstep import TrainConfig
 from lockstep.errors import ConfigError, TaskError
-from lockstep.launching.front import device as devices
-from lockstep.launching.front import on_device
+from lockstep.launching.api import device as devices
+from lockstep.launching.api import on_device
 from lockstep.launching.rank.environment import Environment
 
 ALONE = Environment("python", 0, 1, 0, 1)

@@ -20,8 +20,7 @@ from lockstep.engine.passes.buffers import same_bits
 from lockstep.engine.tables.run_tables import tables_of
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, LockstepError, file_errors
-from lockstep.launching.front.api import Loaded, load
-from lockstep.launching.front.formats import (
+from lockstep.launching.api.formats import (
     GRAPHS,
     Example,
     find_example,
@@ -30,6 +29,7 @@ from lockstep.launching.front.formats import (
     read_weights,
     silent,
 )
+from lockstep.launching.api.training import Loaded, load
 
 T = TypeVar("T")
 

@@ -4,7 +4,7 @@ import shutil
 
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.step.sums import DIRECTORY_LOST
-from lockstep.launching.front.rank import DirectoryWatch
+from lockstep.launching.api.rank import DirectoryWatch
 
 
 def test_it_is_told_again_in_a_step_that_is_done_again(tmp_path):

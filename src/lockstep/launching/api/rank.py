@@ -39,9 +39,9 @@ from lockstep.engine.runtime import (
 from lockstep.engine.step.sums import DIRECTORY_LOST
 from lockstep.engine.task import Task, with_watched_config
 from lockstep.errors import LockstepError, shortened
-from lockstep.launching.front.device import naming_kernels, on_device
-from lockstep.launching.front.prediction import predicted_for_all, predicted_for_joiner
-from lockstep.launching.front.session import SESSION, Result, Session, Stopped
+from lockstep.launching.api.device import naming_kernels, on_device
+from lockstep.launching.api.prediction import predicted_for_all, predicted_for_joiner
+from lockstep.launching.api.session import SESSION, Result, Session, Stopped
 from lockstep.launching.host.output_pump import pumped_output
 from lockstep.launching.host.parent_watch import end_with_launcher
 from lockstep.launching.host.processes import MARK
