@@ -90,8 +90,7 @@ def limits() -> dict[str, Any]:
 def problems() -> list[str]:
     """Which limits are passed, in words."""
     limit, files = limits(), modules()
-    hot = [m for m in files if any(m.path.is_relative_to(p) for p in limit["hot_path"])]
-    per_100 = 100 * sum(m.comments for m in hot) / max(1, sum(m.code for m in hot))
+    per_100 = _comments_per_100(files, limit["hot_path"])
     rooms = {p.stem for p in SOURCE.iterdir() if p.name not in ("__pycache__", "py.typed")}
     counted = {
         "modules": len(files),
@@ -112,15 +111,22 @@ def problems() -> list[str]:
     return found + [p for path in test_terms.files() for p in test_terms.problems(path)]
 
 
+def _comments_per_100(files: list[Module], hot_path: list[str]) -> float:
+    """Comments in 100 lines of code of the hot path."""
+    hot = [m for m in files if any(m.path.is_relative_to(path) for path in hot_path)]
+    return 100 * sum(m.comments for m in hot) / max(1, sum(m.code for m in hot))
+
+
 def _num_lines(found: Module) -> int:
     return (SOURCE / found.path).read_text(encoding="utf-8").count("\n")
 
 
 def _docs_words() -> int:
-    """Words of the documentation; what commands write by themselves is left out."""
+    """Words of the documentation, without the bars of tables and the page that is generated."""
     skipped = (ROOT / "docs" / "reference" / "command-line.md",)
     pages = [p for p in (ROOT / "docs").rglob("*.md") if p not in skipped]
-    return sum(len(page.read_text(encoding="utf-8").split()) for page in pages)
+    tokens = (token for page in pages for token in page.read_text(encoding="utf-8").split())
+    return sum(any(map(str.isalnum, token)) for token in tokens)
 
 
 def report() -> Iterator[str]:
@@ -147,6 +153,8 @@ def report() -> Iterator[str]:
     yield "the longest files:"
     for found in sorted(files, key=_num_lines, reverse=True)[:10]:
         yield f"  {_num_lines(found):>4}  {found.path}"
+    per_100 = _comments_per_100(files, limits()["hot_path"])
+    yield f"comments in 100 lines of the hot path: {per_100:.1f}"
     yield f"words: README {len((ROOT / 'README.md').read_text().split()):,}, docs {_docs_words():,}"
 
 

@@ -184,7 +184,7 @@ def injector(env: Mapping[str, str], slot: int) -> At:
         return _noting_moments(plan.log)
     due = [fault for fault in _due(plan, slot) if fault.kind != "edit"]
     if not due:
-        return nothing
+        return _of_others if plan.faults else nothing
 
     def at(moment: Moment, step: int) -> None:
         for fault in tuple(due):
@@ -256,6 +256,10 @@ def _noting_moments(log: str) -> At:
 
 def nothing(moment: Moment, step: int) -> None:
     """No faults."""
+
+
+def _of_others(moment: Moment, step: int) -> None:
+    """Faults of other processes only: the model gets the same hooks, for ranks are compared."""
 
 
 class FaultsInside:
