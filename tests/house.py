@@ -108,7 +108,7 @@ def problems() -> list[str]:
         found.append(f"comments in 100 lines of the hot path: {per_100:.1f}")
     if unknown := rooms - set(limit["rooms"]):
         found.append(f"rooms that docs/architecture.md does not have: {', '.join(sorted(unknown))}")
-    return found + [p for path in test_terms.files() for p in test_terms.problems(path)]
+    return found
 
 
 def _comments_per_100(files: list[Module], hot_path: list[str]) -> float:
@@ -163,6 +163,7 @@ def main() -> int:
     for line in report():
         print(line)
     found = problems()
+    found += [p for path in test_terms.files() for p in test_terms.problems(path)]
     for problem in found:
         print(f"limit: {problem}", file=sys.stderr)
     return 1 if found else 0

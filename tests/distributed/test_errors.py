@@ -16,7 +16,7 @@ from tests.distributed.tasks import Everything, EverythingConfig
 import lockstep as ls
 from lockstep.config import TrainConfig
 from lockstep.errors import DataError
-from lockstep.launching import api as front
+from lockstep.launching.api import training
 
 SMALL = ("steps=6",)
 
@@ -285,8 +285,8 @@ def test_who_is_rank_0_now_tells_of_errors(monkeypatch, capsys, before, now):
 
     for name, value in {"RANK": before, "WORLD_SIZE": 3, "TORCHELASTIC_RUN_ID": 1}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(front.api, "run", fail)
+    monkeypatch.setattr(training, "run", fail)
     with pytest.raises(SystemExit) as ended:
-        front.main(SimpleNamespace(config=TrainConfig()))
+        training.main(SimpleNamespace(config=TrainConfig()))
     assert ended.value.code == 2
     assert capsys.readouterr().err == ("error: x.csv: is gone\n" if now == 0 else "")

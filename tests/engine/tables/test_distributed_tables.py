@@ -55,7 +55,7 @@ def tables_on(transport, table, buddy=True, is_new=False):
         at=lambda moment, step: None,
     )
     turns = SimpleNamespace(skip_forward=nothing)
-    places = SimpleNamespace(world=transport, are_coupled=False, turns=turns, give_up=nothing)
+    places = SimpleNamespace(world=transport, are_coupled=False, stage_order=turns, give_up=nothing)
     config = TrainConfig(num_microbatches=MICROBATCHES, tables={"buddy": buddy})
     tables = Tables(runtime, config, places, {"t": table}, 10)
     tables.use(split(MICROBATCHES, transport.size))
