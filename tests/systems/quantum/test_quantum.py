@@ -11,6 +11,7 @@ import torch
 from tests.conftest import result
 
 from lockstep import config as config_module
+from lockstep.data.random import data_digest
 from lockstep.errors import ConfigError, DataError
 from lockstep.systems.quantum.config import QuantumConfig
 from lockstep.systems.quantum.task import Quantum
@@ -317,3 +318,10 @@ def test_stop_resume_predict_and_export(here, tmp_path: Path) -> None:
     assert "Rz(θ[47])" in here("quantum", "draw", run, "The cat flies").stdout
     done = here("quantum", "predict", run, "zebra")
     assert (done.returncode, "no vector for 'zebra'" in done.stderr) == (2, True)
+
+
+def test_runs_of_older_versions_know_their_data_again() -> None:
+    """Run directories keep this digest, and classes have other modules by now."""
+    batch = Sentences(*[torch.arange(3) for _ in Sentences._fields])
+    digest = "8d218abdf684d8edf03236b83cda3406303fca7128d58f3a4be687961924c620"
+    assert data_digest(batch) == digest
