@@ -35,6 +35,7 @@ class Program:
         arguments: for it.
         launcher: what starts its ranks.
         num_ranks: how many.
+        folder: folder of the script.
     """
 
     name: str
@@ -42,10 +43,11 @@ class Program:
     arguments: tuple[str, ...] = ()
     launcher: Literal["python", "mpirun", "torchrun"] = "python"
     num_ranks: int = 1
+    folder: Path = HERE
 
     def argv(self) -> Sequence[str]:
         """The command that starts it."""
-        inner = [sys.executable, str(HERE / self.script), *self.arguments]
+        inner = [sys.executable, str(self.folder / self.script), *self.arguments]
         if self.launcher == "mpirun":
             return mpirun_command(self.num_ranks, inner, cores=usable_cores()).argv
         if self.launcher == "torchrun":

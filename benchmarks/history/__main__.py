@@ -4,7 +4,7 @@
     python -m benchmarks.history find step-64 v0.1.0 main
     python -m benchmarks.history record                  # before a release
 
-All revisions run under today's benchmarks and packages, with two programs in turn (A B B A …).
+All revisions run under today's packages, each with its own loop, two programs in turn (A B B A …).
 """
 
 from __future__ import annotations
