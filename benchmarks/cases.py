@@ -21,11 +21,13 @@ from page import Section, duration, ratio
 from processes import Program, Result, Spread, alternate, run
 
 MIB = 1 << 20
+_BATCHES = (1000, 64)
+"""Samples a rank, of the small model."""
 
 
 def latency(effort: Effort) -> list[Section]:
     """A small model, where the time between ranks counts most."""
-    return [_latency(effort, batch, target) for batch, target in ((1000, 2.2), (64, 3.5))]
+    return [_latency(effort, *each) for each in zip(_BATCHES, (2.2, 3.5), strict=True)]
 
 
 def _latency(effort: Effort, batch: int, target: float) -> Section:
@@ -43,16 +45,14 @@ def _latency(effort: Effort, batch: int, target: float) -> Section:
     ]
     section = Section(
         f"MLP of 9,345 parameters, batch {batch} a rank, 2 ranks",
-        "Peers use torch's default Adam; Lockstep uses the fused one, as a second row of DDP "
-        "does. `no exchange`: two separate models, the floor for a step on two ranks. `bare`: "
-        "that loop with one call of MPI a step. `guarded`: it also checks by hand what Lockstep "
-        "promises of a step.",
+        "Peers use torch's default Adam unless `fused`, as in Lockstep, is said. `no exchange`: "
+        "two separate models, the floor for a step on two ranks. `bare`: that loop with one call "
+        "of MPI a step. `guarded`: it also checks by hand what Lockstep promises of a step."
+        if batch == _BATCHES[0]
+        else "As above.",
     )
     targets = [(1, target, "DDP"), (-1, 0.85, "two loops")]
     compared(section, programs, effort.rounds(5), targets)
-    for program in programs[-4:-1]:
-        limit = speedup(section, program, programs[-1])
-        section.verdicts.append(f"- {program.name} / two loops: {ratio(limit)}.")
     _limits(section, programs)
     return section
 
@@ -69,7 +69,7 @@ def _limits(section: Section, programs: Sequence[Program]) -> None:
 
 def one_rank(effort: Effort) -> list[Section]:
     """What the engine costs where there is nobody to talk to."""
-    return [_one_rank(effort, batch, target) for batch, target in ((1000, 0.98), (64, 0.92))]
+    return [_one_rank(effort, *each) for each in zip(_BATCHES, (0.98, 0.92), strict=True)]
 
 
 def _one_rank(effort: Effort, batch: int, target: float) -> Section:
@@ -83,8 +83,7 @@ def _one_rank(effort: Effort, batch: int, target: float) -> Section:
     ]
     section = Section(
         f"MLP of 9,345 parameters, batch {batch}, 1 rank",
-        "Beside a loop written by hand, with torch's default and fused Adam (which Lockstep "
-        "uses), and with Lockstep's promises kept by hand.",
+        "Beside loops written by hand." if batch == _BATCHES[0] else "As above.",
     )
     targets = [(2, target, "the fused plain loop")]
     compared(section, programs, effort.rounds(5), targets)
@@ -137,8 +136,8 @@ def scaling(effort: Effort) -> list[Section]:
     ]  # fmt: skip
     section = Section(
         "Lockstep from 1 to 2 ranks, batch 1000 a rank",
-        "The MLP of 9,345 parameters, one microbatch a rank. Two plain loops that know nothing of "
-        "each other show what two processes cost each other on this machine.",
+        "The MLP of 9,345 parameters, one microbatch a rank. Two independent loops show "
+        "the contention between processes.",
     )
     compared(section, programs, effort.rounds(5), [(1, 1.8, "1 rank")])
     limit = speedup(section, plain_loops, alone)
@@ -215,11 +214,11 @@ def memory(effort: Effort) -> list[Section]:
     bucket = max(row["exchange"] for row in large["table"])
     inbox = max(row["kept"] + row["exchange"] for row in small["table"] if row["world_size"] > 1)
     section.verdicts += [
-        f"- While ranks exchange slices, buffers of up to {bucket / MIB:.0f} MiB come in, whatever "
-        "the model's size (autograd's gradients are gone by then).",
-        "- Gradients of up to 1 MiB (all nodes of all ranks together) are not cut into slices: "
-        f"every rank takes in all nodes. For 9,345 parameters that is up to {inbox / 1024:,.0f} "
-        "KiB in all.",
+        f"- While ranks exchange slices, buffers of up to {bucket / MIB:.0f} MiB are added, "
+        "whatever the model's size (autograd's gradients are gone by then).",
+        "- Gradients of up to 1 MiB (all partial sums of all ranks together) are not cut into "
+        "slices: every rank receives all partial sums. For 9,345 parameters that is up to "
+        f"{inbox / 1024:,.0f} KiB in all.",
         *_measured_peaks(peaks, large),
     ]
     section.raw = {"small": small, "large": large, "peaks": list(peaks.values())}

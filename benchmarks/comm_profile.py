@@ -31,6 +31,8 @@ Over = Literal["mpi", "gloo"]
 
 SHOWN = ("1KB", "64KB", "16MB")
 """Sizes that the page has rows of."""
+NOT_SHOWN = ("torch/all_gather", "torch/broadcast", "torch/send_recv")
+"""Operations that it has none of."""
 COUNTERPARTS: dict[Over, tuple[tuple[Layer, str, str], ...]] = {
     "mpi": (
         ("lockstep", "message", "message"),
@@ -93,12 +95,18 @@ def compared(over: Over, sizes: tuple[int, ...], rounds: int, seconds: float) ->
     ]  # fmt: skip
     results = alternate(programs, rounds)
     how = "mpi4py and NumPy arrays" if over == "mpi" else "`torch.distributed` under torchrun"
-    section = Section(
-        f"Over {over}",
+    text = (
         f"Medians of single calls on {NUM_RANKS} ranks of one host, each the time of its slowest "
         f"rank, beside loops without Lockstep (`benchmarks/comm_loops.py`: {how}; ping-pong as "
-        "`osu_latency`, collectives as `osu_allreduce`). The file with raw numbers has more sizes. "
-        "Over gloo, `lockstep/all_gather` of up to 1.25 MiB uses shared memory, the loop sockets.",
+        "`osu_latency`, collectives as `osu_allreduce`). The file with raw numbers has more sizes "
+        "and operations."
+        if over == "mpi"
+        else f"As above, beside {how}. `lockstep/all_gather` of up to 1.25 MiB uses shared memory, "
+        "the loop sockets."
+    )
+    section = Section(
+        f"Over {over}",
+        text,
         ("operation", "size", "comm-profile", "loop", "comm-profile / loop"),
         raw=dict(results),
     )
@@ -114,7 +122,7 @@ def compared(over: Over, sizes: tuple[int, ...], rounds: int, seconds: float) ->
             key = f"{layer}/{name}"
             if size >= FROM_BYTES and (over, key) not in OTHER_WAYS:
                 worst.setdefault(key, []).append(quotient.median)
-            if size_text(size) in SHOWN:
+            if size_text(size) in SHOWN and key not in NOT_SHOWN:
                 section.rows.append(
                     (key, size_text(size), duration(Spread.of(mine)),
                      duration(Spread.of(theirs)), ratio(quotient))

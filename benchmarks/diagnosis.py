@@ -107,7 +107,8 @@ def main() -> None:
     facts["command"] = command("diagnosis")
     facts["cores"] = str(usable_cores())
     cases = [case for case in CASES if args.only in (None, case.name)]
-    sections = [scoreboard(cases, launcher) for launcher in args.launchers.split(",")]
+    first, *others = args.launchers.split(",")
+    sections = [scoreboard(cases, first), *(scoreboard(cases, each, True) for each in others)]
     text = page(
         "Diagnosis", "diagnosis", facts, sections, "Each run is made once, one after the other."
     )
@@ -117,11 +118,13 @@ def main() -> None:
     write(DOCS, "diagnosis", text, facts, sections)
 
 
-def scoreboard(cases: list[Case], launcher: str) -> Section:
-    """Each case trained, and what is said of it."""
+def scoreboard(cases: list[Case], launcher: str, only_wrong: bool = False) -> Section:
+    """Each case trained, and what is said of it; or of those that are named wrongly."""
     section = Section(
         f"Injected causes, launcher {launcher}",
-        "Each cause is injected into a run of its own; `lockstep diagnose` then reads the run "
+        "As above; the causes named wrongly."
+        if only_wrong
+        else "Each cause is injected into a run of its own; `lockstep diagnose` then reads the run "
         "directory. The first cause that it names counts.",
         ("injected", "named first", "of the time", "right", "others"),
     )
@@ -134,8 +137,10 @@ def scoreboard(cases: list[Case], launcher: str) -> Section:
         lost = _percent(found[0]["lost"]) if found else ""
         others = ", ".join(f"{c['name']} {_percent(c['lost'])}".strip() for c in found[1:])
         hit = "yes" if first == case.cause else f"**no** ({case.cause or 'nothing'})"
-        section.rows.append((case.name, first or "nothing", lost, hit, others))
-        print(*section.rows[-1], sep=" | ", file=sys.stderr, flush=True)
+        row = (case.name, first or "nothing", lost, hit, others)
+        if not only_wrong or first != case.cause:
+            section.rows.append(row)
+        print(*row, sep=" | ", file=sys.stderr, flush=True)
         section.raw[case.name] = {"found": found, "seconds": took}
     share = right / len(cases)
     section.at_most(

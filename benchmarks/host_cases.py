@@ -44,8 +44,8 @@ def exchange(effort: Effort) -> list[Section]:
     ways = list(next(iter(found[0].values())))
     section = Section(
         "Sums of gradients of float32 inside a host, 2 ranks",
-        "A node of the tree on each rank: slices in memory that the ranks share, slices that are "
-        "sent, and `MPI_Allreduce`, whose bits depend on the number of ranks.",
+        "A partial sum on each rank: through shared memory, by messages, and by "
+        "`MPI_Allreduce`, whose bits depend on the number of ranks.",
         ("bytes", *ways, "MPI_Allreduce / shared memory"),
         raw={"exchange": found},
     )

@@ -76,7 +76,8 @@ def copies(quick: bool, rounds: int, slot_s: float) -> Section:
     step_s = slot_s * SLOTS
     section = Section(
         "What slots carry, and its copies",
-        f"{SLOTS} slots of the published Sudoku size: two states of 82 x 512 in bf16 each, puzzle, "
+        f"A slot is a puzzle's place in the batch. {SLOTS} slots of the published Sudoku size: two "
+        "states of 82 x 512 in bf16 each, puzzle, "
         f"labels and counts; {found[0]['mbytes']:.1f} MB on each of two ranks. `keeping` is what "
         "each step costs on one rank too: a copy for the task, and one of what it returns. "
         "`copies` packs it, sends it to the next rank before the step is applied, and agrees that "

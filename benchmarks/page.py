@@ -46,8 +46,8 @@ class Section:
         if best is not None:
             reach = "can be met" if best.median >= target else "is beyond torch itself"
             self.verdicts.append(
-                f"- Torch alone, without an engine and an exchange, comes to {ratio(best)}: on "
-                f"this machine, that target {reach}."
+                f"- Torch alone, without engine and exchange: {ratio(best)}; the target {reach} "
+                "here."
             )
 
     def at_most(self, what: str, shown: str, met: bool) -> None:

@@ -10,6 +10,9 @@ from pathlib import Path
 from benchmarks.history.cases import CASES
 from benchmarks.history.judging import Ratio
 
+_SHOWN = 4
+"""Measurements that the page shows."""
+
 
 @dataclass(frozen=True)
 class Record:
@@ -59,26 +62,32 @@ def add(file: Path, records: Sequence[Record]) -> None:
 
 
 def page(records: Sequence[Record]) -> str:
-    """All records as Markdown, newest first, a table for each case."""
+    """The newest measurements as Markdown: a row for each case, a column for each commit."""
+    newest_first = ((r.commit, r.date, r.against) for r in reversed(records))
+    commits = list(dict.fromkeys(newest_first))[:_SHOWN]
+    found = {(r.commit, r.date, r.against, r.case): r for r in records}
+    heads = [f"{commit[:9]} over {against[:9]}, {date}" for commit, date, against in commits]
     lines = [
-        "# What made what slower",
+        "# Speed history, by commit",
         "",
-        "Made by `python -m benchmarks.history record`. Each commit and the one recorded before it "
-        "run in turn on one machine. A ratio has its bounds of 95 % confidence. Times of different "
-        "days cannot be compared; ratios can.",
+        "Made by `python -m benchmarks.history record`. Each commit and an earlier one run in turn "
+        "on one machine. A cell has the time, and its ratio to the earlier commit's with bounds of "
+        "95 % confidence. Times of different days cannot be compared; ratios can. Older "
+        "measurements are in `history.jsonl`.",
         "",
+        f"| case | {' | '.join(heads)} |",
+        f"| {' | '.join(['---'] * (1 + len(heads)))} |",
     ]
     for name, case in CASES.items():
-        own = [record for record in reversed(records) if record.case == name]
-        if not own:
-            continue
-        lines += [f"## {case.text}", "", "| commit | date | time | over the one before | |"]
-        lines += ["| --- | --- | --- | --- | --- |", *map(_row, own), ""]
-    return "\n".join(lines)
+        own = [found.get((*commit, name)) for commit in commits]
+        if any(own):
+            cells = [_cell(record) if record else "" for record in own]
+            lines.append(f"| {case.text} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
 
 
-def _row(record: Record) -> str:
-    found, day = record.ratio, record.date
-    ratio = f"{found.median:.3f} ({found.low:.3f}–{found.high:.3f}) of {record.against[:9]}"
-    verdict = "" if found.verdict == "alike" else f"**{found.verdict}**"
-    return f"| {record.commit[:9]} | {day} | {1e3 * record.seconds:.4g} ms | {ratio} | {verdict} |"
+def _cell(record: Record) -> str:
+    found = record.ratio
+    verdict = "" if found.verdict == "alike" else f", **{found.verdict}**"
+    ratio = f"{found.median:.3f} ({found.low:.3f}–{found.high:.3f})"
+    return f"{1e3 * record.seconds:.4g} ms, {ratio}{verdict}"

@@ -129,8 +129,8 @@ class CheckpointConfig(Section):
     keep: Positive = Field(default=3, json_schema_extra=NO_OUTCOME)
     """How many of the newest to keep, beside the best."""
     keep_every_s: NonNegativeFloat = Field(default=0.0, json_schema_extra=NO_OUTCOME)
-    """Of the older ones, keep the first for good, and each that was written at least this many
-    seconds after the last one so kept; 0 keeps none. 86400 keeps one a day."""
+    """Of the older ones, keep one for each time of this length for good: 86400 keeps one a day; 0
+    keeps none."""
     background: bool = Field(default=True, json_schema_extra=NO_OUTCOME)
     """Write in a background thread from a copy in memory."""
 
@@ -154,9 +154,8 @@ class CarryConfig(Section):
     """What microbatches carry from step to step (`Task.carry`)."""
 
     buddy: bool = Field(default=True, json_schema_extra=NO_OUTCOME)
-    """Where survivors can go on: each rank also keeps what the microbatches of the rank before it
-    carry, so that the loss of a rank loses nothing. Without, training goes back to the newest
-    checkpoint."""
+    """Keep what microbatches carry on the next rank too, where survivors can go on. Without, the
+    loss of a rank takes training back to the newest checkpoint."""
 
 
 class CompressionConfig(Section):
@@ -172,13 +171,12 @@ class CompressionConfig(Section):
     rank: Positive = 2
     """Columns of the factors of each matrix (lowrank)."""
     error_feedback: bool = True
-    """Add what was cut off a microbatch's gradient to its next one: takes a copy of the gradient
-    for each of the `num_microbatches`. Without, it is lost; elements of `randomk` then count for
-    those that are not sent."""
+    """Add what was cut off a microbatch's gradient to its next one, at the cost of a copy of the
+    gradient for each microbatch. Without, it is lost, and `randomk` scales what it sends."""
     buddy: bool = Field(default=False, json_schema_extra=NO_OUTCOME)
-    """Where survivors can go on: each rank also keeps what was cut off the microbatches of the rank
-    before it, so that the loss of a rank loses nothing. That sends a whole gradient for each
-    microbatch in each step. Without, training goes back to the newest checkpoint."""
+    """Keep what was cut off on the next rank too, where survivors can go on: sends a whole gradient
+    for each microbatch in each step. Without, the loss of a rank takes training back to the newest
+    checkpoint."""
 
 
 class LocalConfig(Section):
@@ -201,28 +199,28 @@ class TablesConfig(Section):
     """Tables whose rows are distributed over ranks (`lockstep.nn.SparseEmbedding`)."""
 
     buddy: bool = Field(default=True, json_schema_extra=NO_OUTCOME)
-    """Where survivors can go on: each rank also keeps the rows of the rank before it, so that the
-    loss of a rank loses none. Without, training goes back to the newest checkpoint."""
+    """Keep rows on the next rank too, where survivors can go on. Without, the loss of a rank takes
+    training back to the newest checkpoint."""
 
 
 class MeshConfig(Section):
     """Where a run is computed; it never decides what is computed."""
 
     pp: Positive = Field(default=1, json_schema_extra=NO_OUTCOME)
-    """Stages that compute a microbatch one after another, each some of the model's blocks
-    (`lockstep.nn.Pipeline`): pipeline parallelism. A replica has `mesh.pp` x `mesh.tp` ranks."""
+    """Pipeline parallelism: stages of a replica, each with some of the blocks of a
+    `lockstep.nn.Pipeline`. A replica has `mesh.pp` x `mesh.tp` ranks."""
     interleave: Positive = Field(default=1, json_schema_extra=NO_OUTCOME)
-    """Stages of each of the `mesh.pp` ranks, which then wait less for one another but send more;
-    without effect where `mesh.pp` is 1."""
+    """Stages of each of the `mesh.pp` ranks, if these are several: more means less waiting and more
+    sending."""
     tp: Positive = Field(default=1, json_schema_extra=NO_OUTCOME)
-    """Ranks that compute a microbatch together, each some of the shards (`num_shards`): tensor
-    parallelism. All ranks are distributed over such replicas, which share out the microbatches."""
+    """Tensor parallelism: ranks that compute a microbatch together, each some of the `num_shards`
+    shards."""
 
     shrink: Literal["drop-replica", "replan"] = Field(
         default="drop-replica", json_schema_extra=NO_OUTCOME
     )
-    """What a run that is started or resumed with fewer ranks than a replica needs does:
-    `drop-replica` refuses, `replan` goes on with fewer stages and fewer ranks to a stage."""
+    """With fewer ranks than a replica needs, `drop-replica` refuses to start or resume, `replan`
+    goes on with fewer stages and fewer ranks to a stage."""
 
     @property
     def num_stages(self) -> int:
@@ -237,8 +235,7 @@ class WeightsConfig(Section):
     """The run directory or checkpoint; of a run, its best, or its latest where there was no
     evaluation. `RUN/latest`, `RUN/best` and `RUN/500` name one."""
     only: tuple[str, ...] = ()
-    """Glob patterns of the names of the tensors that are taken over, such as `encoder.*`; without
-    any, all of them, and no other may be there."""
+    """Glob patterns of tensors to take, such as `encoder.*`; without any, all, which must match."""
     step: Count | None = Field(default=None, json_schema_extra=NO_OUTCOME)
     """Step of that checkpoint; filled in when the run begins."""
     sha256: str = ""

@@ -39,7 +39,7 @@ Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 
 
 class TrainConfig(Section):
-    """Everything that shapes a run. Subclass it to give a recipe keys of its own."""
+    """Everything that shapes a run. Subclass it to give a system keys of its own."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Of everything random."""
@@ -81,28 +81,27 @@ class TrainConfig(Section):
     tables: TablesConfig = Field(default=TablesConfig(), json_schema_extra=NO_OUTCOME)
     mesh: MeshConfig = MeshConfig()
     sharding: Sharding = Field(default="none", json_schema_extra=NO_OUTCOME)
-    """What each rank keeps its slice of only: same bits, less memory. `optimizer`: its state
-    (ZeRO-1), of element-wise optimizers; `gradients`: these too (ZeRO-2); `parameters`: these too
-    (ZeRO-3), and those of a block of the model (`lockstep.nn.Pipeline`) are whole while it is
-    computed."""
+    """What is divided among ranks: same bits, less memory. `optimizer`: the state of element-wise
+    optimizers (ZeRO-1); `gradients`: these too (ZeRO-2); `parameters`: these too (ZeRO-3), except
+    while their block of a `lockstep.nn.Pipeline` is computed."""
     min_ranks: Positive = Field(default=1, json_schema_extra=NO_OUTCOME)
     """Stop with a checkpoint when fewer ranks than this are left."""
 
     balance_every: Count = Field(default=50, json_schema_extra=NO_OUTCOME)
     """Steps between looks at whether slow ranks should get fewer microbatches; 0 never looks."""
     hang_timeout_s: NonNegativeFloat = Field(default=300.0, json_schema_extra=NO_OUTCOME)
-    """Kill a rank that does nothing for this long (or ten times as long as it ever did), or that
-    is stopped for this long by a signal, so that the others can go on; 0 never does. Where Lockstep
-    starts `mpirun` on several hosts, one that does not answer for this long ends the job."""
+    """Kill a rank that does nothing for this long (or ten times its longest pause), or that a
+    signal has stopped for this long, so that the others can go on; 0 never does. On several hosts,
+    a host that Lockstep's `mpirun` cannot reach for this long ends the job."""
 
     start_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         default=300.0, json_schema_extra=NO_OUTCOME
     )
-    """Longest time that ranks wait for each other when they start; then the start has failed."""
+    """Longest time that ranks wait for each other at the start before it fails."""
 
     strict: bool = Field(default=False, json_schema_extra=NO_OUTCOME)
-    """Refuse to go on from a checkpoint that a machine computed which rounds otherwise (another
-    processor or maths library), and ranks on such machines; else that is a warning."""
+    """Refuse checkpoints computed on a machine with other rounding (processor, maths library), and
+    ranks on such machines; otherwise warn."""
 
     eval_every: Count = 0
     """Steps between evaluations of `val`; 0 evaluates at each epoch's end. There always is one
@@ -115,8 +114,8 @@ class TrainConfig(Section):
     watch_mode: Literal["min", "max"] = "min"
     """Whether less or more of `watch` is better."""
     test_on: Literal["best", "last"] = Field(default="best", json_schema_extra=NO_OUTCOME)
-    """The parameters that `test` is evaluated with at the end: those of the best checkpoint, if
-    there is a `val` to tell, or those of the last step."""
+    """Parameters that `test` is evaluated with: of the best checkpoint, if there is a `val`, or of
+    the last step."""
     early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
     convergence: tuple[ConvergenceConfig, ...] = ()
     """Rules that each end the run when a metric has settled, such as
@@ -136,18 +135,17 @@ class TrainConfig(Section):
         default=(), json_schema_extra=NO_OUTCOME
     )
     """Experiment trackers that get config, curves and pictures, each an extra of that name. They
-    write into the run directory, and nothing to the network, unless their own variables of the
-    environment say otherwise."""
+    write into the run directory only, unless their environment variables say otherwise."""
     plan: str = Field(default="", json_schema_extra=NO_OUTCOME)
-    """A file of `lockstep plan TASK --json FILE`: what it predicts is shown beside what steps cost,
-    and kept with it in `result.json`. Without one, the first reports predict the later ones."""
+    """A file of `lockstep plan TASK --json FILE`, whose prediction is shown beside measured steps
+    and kept in `result.json`. Without one, the first reports predict the later ones."""
     exchange: Literal["auto", "messages", "flat", "hierarchical"] = Field(
         default="auto", json_schema_extra=NO_OUTCOME
     )
-    """How ranks get at each other's gradients: `auto` reads those of more than a megabyte in memory
-    that the ranks of one host share, where they can, and sends others; on several hosts it tries
-    whether it is quicker to first add up what the ranks of each host have. `hierarchical` does that
-    without trying, `flat` never does, `messages` sends all, also inside a host."""
+    """How gradients are exchanged. `auto`: through shared memory inside a host, where possible and
+    above a megabyte, else by messages; on several hosts, summed inside each host first if that is
+    measured to be quicker. `hierarchical`: always summed inside each host first. `flat`: never.
+    `messages`: by messages only, also inside a host."""
     bucket_bytes: Positive = Field(default=8 << 20, json_schema_extra=NO_OUTCOME)
     """About the most bytes of gradient that a rank receives at a time, where they are sent."""
 
