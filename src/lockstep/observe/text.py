@@ -276,11 +276,11 @@ def line(event: events.Event) -> str:
         why = event.reason.partition(";")[0]
         return f"{at}: rank {event.rank} (slot {event.slot}) is lost{why and f': it {why}'}"
     if isinstance(event, events.Recovered):
-        dealt = _assigned(event.microbatches)
+        assigned = _assigned(event.microbatches)
         return (
             f"{at}: going on with {count(event.world_size, 'rank')}, "
             f"{1000 * event.seconds:.1f} ms after the loss was noticed"
-            + (f"; microbatches of each rank: {dealt}" if len(event.microbatches) > 1 else "")
+            + (f"; microbatches of each rank: {assigned}" if len(event.microbatches) > 1 else "")
         )
     if isinstance(event, events.ExchangeChosen):
         if event.way == "hierarchical":

@@ -126,7 +126,7 @@ _OTHER_ROWS = 6
 
 
 class Display(Live):
-    """A part of the terminal that a thread draws anew, a few times a second.
+    """A part of the terminal that a thread redraws a few times a second.
 
     Args:
         console: console to draw on.
@@ -143,7 +143,7 @@ class Display(Live):
         )
 
     def refresh(self) -> None:
-        """Draw; nothing where the terminal is gone, which whoever prints a line is told."""
+        """Draw; nothing where the terminal is gone, for which printing a line raises an error."""
         with contextlib.suppress(OSError):
             super().refresh()
 

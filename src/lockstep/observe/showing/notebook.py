@@ -1,4 +1,4 @@
-"""Progress in a notebook's cell: a bar that is drawn anew, beside the lines of the console."""
+"""Progress in a notebook's cell: a bar that is redrawn, beside the lines of the console."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class NotebookView(Sink):
 
         total = plan.total_steps
         left_s = self._pace.left_s()
-        told = fitted(
+        text_of_bar = fitted(
             (
                 Item(0, f"step {done.step:,}/{total:,}"),
                 *text.progress(done),
@@ -84,7 +84,10 @@ class NotebookView(Sink):
             inf,
         )
         bar = f'<progress value="{done.step}" max="{total}"></progress>'
-        shown = {"text/plain": told, "text/html": f"<div>{bar} {html.escape(told)}</div>"}
+        shown = {
+            "text/plain": text_of_bar,
+            "text/html": f"<div>{bar} {html.escape(text_of_bar)}</div>",
+        }
         if self._bar is None:
             make: Any = display.DisplayHandle  # it comes without types
             self._bar = make()
