@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from lockstep.cli.start.subcommands import recipes
 from lockstep.errors import ConfigError
 from lockstep.launching import systems
 
@@ -141,21 +142,57 @@ def test_a_system_of_another_package_is_trained_reported_and_exported(
     assert (tmp_path / "out" / "line.txt").is_file()
 
 
+def known(monkeypatch: pytest.MonkeyPatch, name: str, *values: str) -> None:
+    """Have packages declare systems of a name beside ours."""
+    entries = [systems.EntryPoint(name, value, "lockstep.systems") for value in values]
+    ours = systems.entry_points(group="lockstep.systems")
+    monkeypatch.setattr(systems, "entry_points", lambda group: [*ours, *entries])
+    systems._entry_points.cache_clear()
+    systems._system.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    yield
+    systems._entry_points.cache_clear()
+    systems._system.cache_clear()
+
+
+ODD = systems.System("lockstep.systems.digits.task:Lost", "Has no such class.")
+GONE = systems.System("lockstep.systems.lost.task:Lost", "Has no such module.")
+
+
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("values", "said"),
     [
-        ("lost_package:SYSTEM", "cannot be loaded: ModuleNotFoundError: No module named"),
-        ("lockstep.errors:ConfigError", "is a type, not a lockstep.launching.systems.System"),
+        (["lost_package:SYSTEM"], "cannot be loaded: ModuleNotFoundError: No module named"),
+        (["lockstep.errors:ConfigError"], "is a type, not a lockstep.launching.systems.System"),
+        ([f"{__name__}:ODD"], "there is no class lockstep.systems.digits.task:Lost"),
+        ([f"{__name__}:GONE"], "there is no class lockstep.systems.lost.task:Lost"),
+        ([f"{__name__}:ODD", f"{__name__}:GONE"], "several packages have a recipe 'odd'"),
     ],
 )
-def test_a_system_that_cannot_be_loaded_is_said_when_it_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, value: str, said: str
+def test_a_system_that_cannot_be_used_is_said_when_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, values: list[str], said: str
 ) -> None:
-    entry = systems.EntryPoint("odd", value, "lockstep.systems")
-    known = dict(systems._entry_points())
-    monkeypatch.setattr(systems, "_entry_points", lambda: {**known, "odd": entry})
-    systems._system.cache_clear()
+    known(monkeypatch, "odd", *values)
     assert {"digits", "odd"} <= {*systems.recipe_names()}
     assert {group.name for group in systems.command_groups()} >= {"hrm", "quantum"}
-    with pytest.raises(ConfigError, match=f"the entry point odd = .* {said}"):
+    with pytest.raises(ConfigError, match=said):
         systems.load_recipe("odd")
+
+
+def test_a_broken_package_hides_no_other_system(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known(monkeypatch, "odd", "lost_package:SYSTEM")
+    recipes()
+    shown = capsys.readouterr().out
+    assert "odd          cannot be used: the entry point odd" in shown
+    assert "quantum      A quantum transformer" in shown
+
+
+def test_a_package_of_the_name_of_ours_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    known(monkeypatch, "digits", "other_package:SYSTEM")
+    with pytest.raises(ConfigError, match=r"several packages have a recipe 'digits': .*uninstall"):
+        systems.load_recipe("digits")

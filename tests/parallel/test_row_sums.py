@@ -34,9 +34,9 @@ def along_the_tree(values):
     return left + right
 
 
-def summed(sums, dealt):
+def summed(sums, distributed):
     nodes, parts = [], []
-    for microbatches in dealt:
+    for microbatches in distributed:
         fold = RowFold(microbatches, len(sums))
         for number in range(*microbatches):
             if number < len(sums):

@@ -100,7 +100,11 @@ for _panel, _commands in _COMMANDS.items():
         app.command(_name, rich_help_panel=_panel, short_help=_line)(_command)
 app.add_typer(runs, name="runs", rich_help_panel="Look", help="List, compare, tag and remove runs.")
 
+_taken = {"runs", *(name for commands in _COMMANDS.values() for name in commands)}
 for _group in command_groups():
+    if _group.name in _taken:
+        continue  # a package replaces no subcommand that is there
+    _taken.add(_group.name)
     if _group.is_command:
         _contributed = contributed_command(_group)
         app.command(_group.name, cls=_contributed, rich_help_panel="Systems", help=_group.summary)(

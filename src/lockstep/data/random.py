@@ -195,8 +195,8 @@ def data_digest(value: Any) -> str:
     """
     sha = hashlib.sha256()
     leaves, structure = tree_flatten(value)
-    # Run directories keep digests: classes of systems count by the name that they had first.
-    names = repr(structure).replace("lockstep.systems.quantum.", "lockstep.quantum.")
+    # Run directories keep digests, so classes count by the public names of their packages.
+    names = repr(structure).replace("lockstep.systems.", "lockstep.")
     sha.update(names.encode(errors="backslashreplace"))
     for leaf in leaves:
         sha.update(_content(leaf))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -86,20 +86,30 @@ def load_recipe(name: str) -> type[Task]:
     """The Task class of a system. Only its own module is imported.
 
     Raises:
-        ConfigError: there is no system of that name, and the message has the nearest one; or it
-            cannot be imported.
+        ConfigError: there is no system of that name, and the message has the nearest one; or its
+            task is not where the system says.
     """
-    module, _, attribute = _system(name).task.partition(":")
-    with ending_at_interrupt():
-        return cast("type[Task]", getattr(importlib.import_module(module), attribute))
+    place = _system(name).task
+    module, _, attribute = place.partition(":")
+    try:
+        with ending_at_interrupt():
+            kind = getattr(importlib.import_module(module), attribute, None)
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):
+            raise  # of what the task's module imports
+        kind = None
+    if not isinstance(kind, type):
+        raise ConfigError(f"recipe {name!r}: there is no class {place}, which its system names")
+    return cast("type[Task]", kind)
 
 
 def recipe_of(kind: type[Task]) -> str:
     """The name of the system that a Task class is of; empty if it is of none."""
     place = f"{kind.__module__}:{kind.__qualname__}"
     package = kind.__module__.partition(".")[0]
-    for name, entry in _entry_points().items():
-        if entry.module.partition(".")[0] == package and _system(name).task == place:
+    for name, entries in _entry_points().items():
+        is_near = any(entry.module.partition(".")[0] == package for entry in entries)
+        if is_near and _system(name).task == place:
             return name
     return ""
 
@@ -114,17 +124,25 @@ def summary(name: str) -> str:
 
 
 @cache
-def _entry_points() -> Mapping[str, EntryPoint]:
-    return {entry.name: entry for entry in entry_points(group=_ENTRY_POINTS)}
+def _entry_points() -> Mapping[str, Sequence[EntryPoint]]:
+    """The different entry points of each name; more than one if packages clash."""
+    found: dict[str, dict[str, EntryPoint]] = {}
+    for entry in entry_points(group=_ENTRY_POINTS):
+        found.setdefault(entry.name, {})[entry.value] = entry
+    return {name: [*entries.values()] for name, entries in found.items()}
 
 
 @cache
 def _system(name: str) -> System:
-    entry = _entry_points().get(name)
-    if entry is None:
+    entries = _entry_points().get(name, ())
+    if not entries:
         nearest = difflib.get_close_matches(name, _entry_points(), n=1, cutoff=0.5)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
         raise ConfigError(f"unknown recipe {name!r}{hint} (there are: {', '.join(recipe_names())})")
+    if len(entries) > 1:
+        places = " and ".join(sorted(entry.value for entry in entries))
+        raise ConfigError(f"several packages have a recipe {name!r}: {places}; uninstall one")
+    (entry,) = entries
     where = f"the entry point {name} = {entry.value!r} of the group {_ENTRY_POINTS!r}"
     try:
         found = entry.load()

@@ -121,11 +121,11 @@ def test_what_keeps_nothing_has_no_carries() -> None:
     assert plain == (None, None)
     about = CompressionConfig(name="topk", error_feedback=False)
     config = TrainConfig(compression=about)
-    dealt, compressed = distributed_carries(runtime, config, places, FLAT, [], False)
-    assert dealt is None
+    distributed, compressed = distributed_carries(runtime, config, places, FLAT, [], False)
+    assert distributed is None
     assert compressed is not None
-    dealt, compressed = distributed_carries(runtime, config, places, FLAT, [], True)
-    assert dealt is compressed
+    distributed, compressed = distributed_carries(runtime, config, places, FLAT, [], True)
+    assert distributed is compressed
 
 
 def test_only_small_states_are_copied_by_default() -> None:

@@ -1,4 +1,4 @@
-"""Tables distributed over ranks that are threads: fetched, stepped, distributed anew, in files."""
+"""Tables distributed over ranks that are threads: fetched, stepped, redistributed, in files."""
 
 import json
 import threading

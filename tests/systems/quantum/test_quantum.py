@@ -153,9 +153,9 @@ def test_restarts_train_as_if_alone() -> None:
 )
 def test_dealing_out_parts_changes_neither_loss_nor_gradient(keys: dict[str, Any]) -> None:
     plain = quantum(**{k: v for k, v in keys.items() if k not in ("deal", "parts")})
-    dealt = quantum(**keys)
+    distributed = quantum(**keys)
     results = []
-    for task in (plain, dealt):
+    for task in (plain, distributed):
         made, sum_, weight = model(task), 0.0, 0.0
         dataset = task.dataset("train")
         for first in range(0, len(dataset), 3):  # several microbatches
@@ -197,8 +197,8 @@ def test_strided_shards() -> None:
     assert len(words) == 8
     task = quantum(shards="strided", num_microbatches=3)
     plain = [quantum().dataset("train")[i][0].tolist() for i in range(8)]
-    dealt = [task.dataset("train")[i][0].tolist() for i in range(8)]
-    assert dealt == [plain[i] for i in (0, 3, 6, 1, 4, 7, 2, 5)]
+    distributed = [task.dataset("train")[i][0].tolist() for i in range(8)]
+    assert distributed == [plain[i] for i in (0, 3, 6, 1, 4, 7, 2, 5)]
 
 
 def test_bad_corpora_are_named(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def _usual(run: Summary, folders: Sequence[Path]) -> list[Text]:
     total = f"/{run.total_steps:,}" if run.total_steps else ""
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started)) if run.started else ""
     metrics = list(run.metrics.items())
-    # Metrics of the validation are more telling than those of training.
+    # Metrics of the validation are more informative than those of training.
     metrics.sort(key=lambda item: item[0].startswith("train/"))
     shown = "  ".join(text.measures(dict(metrics[:_NUM_METRICS])))
     values = (

@@ -23,15 +23,19 @@ from lockstep.cli.options import (
     importing,
     leave,
 )
+from lockstep.errors import ConfigError
 from lockstep.launching.rank.early import ending_at_interrupt
 from lockstep.launching.systems import recipe_names, summary
 from lockstep.launching.warm import foresee_ranks
 
 
 def recipes() -> None:
-    """List the recipes that come with Lockstep."""
+    """List what can be trained by name: of Lockstep, and of other installed packages."""
     for name in recipe_names():
-        print(f"{name:12} {summary(name)}")
+        try:
+            print(f"{name:12} {summary(name)}")
+        except ConfigError as error:  # a broken package must not hide the others
+            print(f"{name:12} cannot be used: {error}")
 
 
 def config(

@@ -160,7 +160,7 @@ def _name(varied: Sequence[str]) -> str:
 
 _LENGTH = ("epochs", "steps")
 """Keys by which a run may be extended."""
-_TELLING = ("test_on", "weights_from.path", "weights_from.step")
+_RELEVANT = ("test_on", "weights_from.path", "weights_from.step")
 """Keys that cannot change the parameters, but are part of what the run is."""
 _MOST_SHOWN = 5
 _NOT_SET = "not set"
@@ -228,8 +228,8 @@ def _values_of(items: Iterable[str]) -> dict[str, Any]:
 def _without_effect() -> set[str]:
     """Keys that only control how a run is computed and shown."""
     config = TrainConfig()
-    every, telling = flattened(config.model_dump()), flattened(outcome(config))
-    return {*every} - {*telling, *_TELLING}
+    every, relevant = flattened(config.model_dump()), flattened(outcome(config))
+    return {*every} - {*relevant, *_RELEVANT}
 
 
 def _value_text(values: Mapping[str, Any], key: str) -> str:
