@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from lockstep.engine.hook import Hook, Run
     from lockstep.engine.log import log
     from lockstep.engine.optimizer.schedule import lr_factor
+    from lockstep.engine.optimizer.schedulers import Scheduler
     from lockstep.engine.reducer import Reducer
     from lockstep.engine.task import Loss, Phase, Task
     from lockstep.errors import LockstepError
@@ -73,6 +74,7 @@ __all__ = [
     "Result",
     "Run",
     "ScheduleConfig",
+    "Scheduler",
     "Shards",
     "Stopped",
     "Task",

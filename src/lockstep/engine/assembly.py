@@ -34,7 +34,12 @@ from lockstep.engine.run.progress import check_watched
 from lockstep.engine.runtime import Runtime, everywhere
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.step.memory import check_memory
-from lockstep.engine.step.model import build_model, built, trainable_groups
+from lockstep.engine.step.model import (
+    attached_schedulers,
+    build_model,
+    built,
+    trainable_groups,
+)
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.engine.tables.run_tables import check_tables_fit
 from lockstep.engine.task import Task, has_carry
@@ -110,6 +115,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     if has_carry(task):
         on_all(lambda: _check_carry_fits(task, config))
     model, compute, optimizer = on_all(lambda: built(task, config, runtime.device))
+    schedulers = on_all(lambda: attached_schedulers(task, compute, optimizer, config))
     sizes = {"mesh.pp": config.mesh.pp, "mesh.tp": config.mesh.tp}
     on_all(lambda: check_tables_fit(compute.lookups.tables, sizes))
     check_start(transport, model)
@@ -142,6 +148,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     )
     if tried:
         check_watched(config, judged(tried))
+    on_all(lambda: schedulers.check_metrics(judged(tried), config.watch))
     on_all(lambda: _check_movable(model, config, flat, trial, splits, tried))
     facts["first microbatch"] = trial.data_digest
     facts["metrics"] = list(compute.metrics)
@@ -200,6 +207,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         state,
         constants,
         optimizer,
+        schedulers,
         placement,
         total_steps,
         pass_state,
@@ -209,7 +217,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     rounding = on_all(lambda: rounding_of(config.precision.dtype, runtime.device))
     if config.strict:
         facts["how the machine rounds (strict)"] = rounding.digest
-    facts |= train_step.flat_optimizer.description
+    facts |= train_step.optimizer_description
     facts["learning rates"] = on_all(train_step.schedule.probe)
     check_same(transport, facts)
     return Parts(

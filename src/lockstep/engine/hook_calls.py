@@ -149,6 +149,9 @@ class Hooks:
         Raises:
             TaskError: something cannot; on all ranks.
         """
+        rates = self._parts.train_step.rates
+        if rates.schedulers:
+            everywhere(self._runtime.transport, rates.check)
         if self._hooks or self._has_after_step:
             everywhere(self._runtime.transport, self._saved.check_again)
 
@@ -188,6 +191,7 @@ class Hooks:
             before()
             self._each(name, hooks, *arguments)
             self._parts.train_step.flat.take_back()
+            self._parts.train_step.rates.take_over()
             if is_checked:
                 self._saved.check(state, name)
         except (Exception, SystemExit) as error:
@@ -206,6 +210,8 @@ class Hooks:
             if not may_change:
                 self._constants.mark(step)
             marks = optimizer_marks(self._optimizers) if hook.first_only else []
+            rates = self._parts.train_step.rates
+            values = rates.values() if name not in MAY_CHANGE else []
             where = f"{type(hook).__name__}.{name}"
             # Each process sets its modes at the start, unless the hook runs on rank 0 only.
             is_everywhere = name == "on_start" and not hook.first_only
@@ -215,6 +221,12 @@ class Hooks:
                 getattr(hook, name)(self._run, *arguments)
             if not may_change:
                 self._constants.check(where, changed_by_hook)
+            changed = rates.changed(values) if name not in MAY_CHANGE else ""
+            if changed and not hook.first_only:
+                raise TaskError(
+                    f"{where}: {changed} was changed; change it in after_step or after_evaluation, "
+                    "which every rank calls"
+                )
             if hook.first_only and optimizer_marks(self._optimizers) != marks:
                 raise TaskError(
                     f"{where}: the optimizer was changed, on the first rank only; let the hook run "

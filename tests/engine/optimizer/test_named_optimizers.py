@@ -423,7 +423,7 @@ def bound(make: Callable[[Any], Made], last: int | None = None) -> tuple[nn.Modu
 def test_state_is_by_key_where_all_are_element_wise() -> None:
     """One flat tensor for each key, of whichever optimizer; each group says which it has."""
     _, flat_optimizer = bound(no_state_beside_adam)
-    flat_optimizer.step(1.0)
+    flat_optimizer.step()
     state = flat_optimizer.state()
     assert sorted(state.flats) == ["exp_avg", "exp_avg_sq"]
     assert {owner: sorted(kept) for owner, kept in state.scalars.items()} == {
@@ -438,7 +438,7 @@ def test_state_is_by_key_where_all_are_element_wise() -> None:
 
 def test_state_goes_behind_a_path_where_one_steps_whole_tensors() -> None:
     _, flat_optimizer = bound(one_that_holds_another)
-    flat_optimizer.step(1.0)
+    flat_optimizer.step()
     state = flat_optimizer.state()
     assert {name.partition("/")[0] for name in state.tensors} == {
         "by_name.encoder.inner.exp_avg", "by_name.encoder.inner.exp_avg_sq",
@@ -453,7 +453,7 @@ def test_state_goes_behind_a_path_where_one_steps_whole_tensors() -> None:
 def test_memory_that_is_given_anew_has_no_state_of_any(make: Callable[[Any], Made]) -> None:
     """As after the loss of what microbatches carry, whatever the optimizers are."""
     model, flat_optimizer = bound(make)
-    flat_optimizer.step(1.0)
+    flat_optimizer.step()
     flat = flat_optimizer._flat
     gradients = [torch.ones_like(f) for f in flat.flats]
     slices = slices_of(flat, gradients, [[Range(0, s.numel)] for s in flat.segments])
@@ -462,7 +462,7 @@ def test_memory_that_is_given_anew_has_no_state_of_any(make: Callable[[Any], Mad
     state = flat_optimizer.state()
     assert (state.flats, state.tensors) == ({}, {})
     before = model["head"].weight.clone()  # type: ignore[index]
-    flat_optimizer.step(1.0)
+    flat_optimizer.step()
     flat_optimizer.load_state(flat_optimizer.state())
     assert not torch.equal(model["head"].weight, before)  # type: ignore[index]
 
@@ -482,7 +482,7 @@ def test_an_optimizer_without_a_piece_on_a_rank_steps_nothing_there() -> None:
     made = flat_optimizer.optimizer
     assert isinstance(made, NamedOptimizers)
     assert [len(group["params"]) for group in made.param_groups] == [1, 0]
-    flat_optimizer.step(1.0)
+    flat_optimizer.step()
     flat_optimizer.check_state()
     state = flat_optimizer.state()
     assert (sorted(state.flats), list(state.scalars)) == (["exp_avg", "exp_avg_sq"], ["0"])

@@ -31,7 +31,7 @@ _FOREIGN = {
     "data.shuffle in the config, as Lockstep's sampler fixes which samples a step has": (
         "sampler", "batch_sampler", "train_sampler", "get_sampler",
     ),
-    "schedule.name in the config": (
+    "build_scheduler, or schedule.name in the config": (
         "scheduler", "lr_scheduler", "configure_schedulers", "create_scheduler", "get_scheduler",
     ),
 }  # fmt: skip

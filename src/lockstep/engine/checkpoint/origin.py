@@ -58,7 +58,7 @@ def manifest_of(
             "epoch": sampler.epoch(step),
             "pass_starts": list(parts.loader.pass_starts),
         },
-        "optimizer": parts.train_step.flat_optimizer.description,
+        "optimizer": parts.train_step.optimizer_description,
         "tables": described(parts.compute.lookups.tables),
         **({} if reads is None else {"asked": sorted(reads.names)}),
         "saved_at": time.time(),

@@ -36,10 +36,16 @@ def is_elementwise(optimizer: optim.Optimizer) -> bool:
     return type(optimizer) in ELEMENTWISE if declared is None else bool(declared)
 
 
+def is_step_replaced(optimizer: optim.Optimizer) -> bool:
+    """Whether `step` is another one than its class's; schedulers only count the calls of theirs."""
+    own = vars(optimizer).get("step")
+    return own is not None and not hasattr(own, "_wrapped_by_lr_sched")
+
+
 def may_draw(optimizer: optim.Optimizer) -> bool:
     """Whether its steps may draw random numbers; those of torch's own do not."""
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    patched = "step" in vars(optimizer) or any(getattr(optimizer, h, None) for h in hooks)
+    patched = is_step_replaced(optimizer) or any(getattr(optimizer, h, None) for h in hooks)
     return patched or type(optimizer) not in _TORCHS
 
 
@@ -253,8 +259,8 @@ def _check_groups(optimizer: optim.Optimizer, inner: optim.Optimizer, name: str)
         if "initial_lr" in group:
             raise TaskError(
                 f"build_optimizer: a learning-rate scheduler is attached to the {name}, which "
-                "nothing would step; leave it out and set schedule.name and the other keys of "
-                "`schedule` in the config"
+                "nothing would step; return it by Task.build_scheduler, or set schedule.name and "
+                "the other keys of `schedule` in the config"
             )
         if "lr" not in group:
             raise TaskError(f"build_optimizer: a group of the {name} has no 'lr'")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from lockstep.engine.optimizer.choice import is_step_replaced
 from lockstep.engine.optimizer.optimizer_state import is_savable, to_json
 from lockstep.errors import CheckpointError, TaskError, shared
 from lockstep.parallel.layout import Range
@@ -170,7 +171,7 @@ def _is_watched(optimizer: optim.Optimizer) -> bool:
         or optimizer._optimizer_step_post_hooks
         or _global_optimizer_pre_hooks
         or _global_optimizer_post_hooks
-        or "step" in vars(optimizer)  # a scheduler of learning rates has replaced it
+        or is_step_replaced(optimizer)
         or optimizer.defaults.get("differentiable", False)
         or torch._C._autograd._profiler_enabled()
     )

@@ -7,7 +7,7 @@ slice of it that this rank owns, and give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,9 +38,6 @@ from lockstep.engine.optimizer.optimizer_state import (
 from lockstep.errors import ConfigError, TaskError
 from lockstep.parallel.layout import Range, is_in, within
 
-_NUMBERS = frozenset({bool, int, float})
-_DIGEST_BITS = (1 << 52) - 1
-"""Bits of an integer that a float64 holds."""
 _FUSED_ON_CPU = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
 
 
@@ -84,7 +81,6 @@ class FlatOptimizer:
         if isinstance(optimizer, NamedOptimizers):
             self.description["optimizers"] = [*self._parts]
         self._groups = own_groups(self._optimizers)
-        self._base_lr = [(g, g["lr"]) for groups in self._groups.values() for g in groups]
         memory = storages(slices)
         self._shared = {
             path: SharedState(inner, self._groups[path], memory)
@@ -95,9 +91,18 @@ class FlatOptimizer:
             for t, e in pairs
         ]
         self._gradients: list[tuple[Tensor, Tensor]] = []
+        self._written: dict[int, Mapping[str, Any]] = {}
         if self.elementwise:
             self.own(slices)
         self.bind(slices)
+
+    def leave_out(self, written: Sequence[Mapping[str, Any]]) -> None:
+        """Keep no options that others write between steps, and who writes them keeps.
+
+        Args:
+            written: names of these options, for each of `groups`.
+        """
+        self._written = {id(g): names for g, names in zip(self.groups, written, strict=True)}
 
     def own(self, slices: Sequence[Sequence[Slice]]) -> None:
         """Step these parameters from now on; an optimizer's state is then lost.
@@ -137,18 +142,13 @@ class FlatOptimizer:
                 for tensor, entry in zip(self._flat.tensors, self._flat.entries, strict=True)
             ]
 
-    def step(self, lr_factors: float | Sequence[float], key: int = 0, phase: str = "") -> None:
-        """One optimizer step.
+    def step(self, key: int = 0, phase: str = "") -> None:
+        """One optimizer step, with the learning rates that groups have.
 
         Args:
-            lr_factors: what base learning rates are multiplied with, or that of each group.
             key: seed of the random numbers that the step may draw.
             phase: the phase, where each has an optimizer of its own.
         """
-        if isinstance(lr_factors, float):
-            lr_factors = [lr_factors] * len(self._base_lr)
-        for (group, lr), factor in zip(self._base_lr, lr_factors, strict=True):
-            group["lr"] = lr * factor
         # For this step only: the next backward pass would add to a gradient that stays.
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
@@ -162,36 +162,14 @@ class FlatOptimizer:
         if not self.elementwise:
             self._flat.take_back()
 
-    def lr(self, lr_factors: Sequence[float], phase: str = "") -> float:
-        """Learning rate of the first parameter group of the first optimizer that steps."""
-        first = self._in_turn(phase)[0].param_groups[0]
-        for (group, lr), factor in zip(self._base_lr, lr_factors, strict=True):
-            if group is first:
-                return float(lr * factor)
-        raise AssertionError("the groups of all optimizers are known")
+    def first_group(self, phase: str = "") -> dict[str, Any]:
+        """The first parameter group of the first optimizer that steps."""
+        return self._in_turn(phase)[0].param_groups[0]
 
-    def settings(self, lr_factors: Sequence[float]) -> int:
-        """A digest of what all ranks must step with alike: 52 bits.
-
-        Args:
-            lr_factors: what base learning rates are multiplied with in this step.
-        """
-        return hash((*lr_factors, *(value for _, _, value in self._options()))) & _DIGEST_BITS
-
-    def described_settings(self, lr_factors: Sequence[float]) -> dict[str, Any]:
-        """What `settings` is made of, by words for people."""
-        described: dict[str, Any] = {"factors of learning rates": list(lr_factors)}
-        for index, key, value in self._options():
-            described[f"{key!r} of the optimizer's group {index}"] = value
-        return described
-
-    def _options(self) -> Iterator[tuple[int, str, Any]]:
-        """Group, name and value of each option that is a number."""
-        # Numbers only: hashes of text differ from process to process.
-        for index, (group, _) in enumerate(self._base_lr):
-            for key, value in group.items():
-                if key != "lr" and type(value) in _NUMBERS:
-                    yield index, key, value
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers, each once."""
+        return [group for groups in self._groups.values() for group in groups]
 
     def _in_turn(self, phase: str) -> list[optim.Optimizer]:
         """Those that step: that of a phase, or all."""
@@ -286,7 +264,7 @@ class FlatOptimizer:
             else:
                 state.tensors[f"{name}/{part.owner}"] = value.detach().clone()
             state.scalars.setdefault(part.owner, {})[name] = kept
-        state.shared.update({path: own.values() for path, own in self._shared.items()})
+        state.shared.update({path: own.values(self._written) for path, own in self._shared.items()})
         return state
 
     def load_state(self, state: OptimizerState) -> None:
@@ -335,21 +313,3 @@ class FlatOptimizer:
                     self._stepped.append(
                         Stepped(str(piece.group), parameter, piece.group, piece.segment, part)
                     )
-
-
-def unequal_settings(everyone: Sequence[Mapping[str, Any]]) -> str:
-    """What to say of ranks that would step with other settings.
-
-    Args:
-        everyone: what `described_settings` says on each rank.
-    """
-    for name, value in everyone[0].items():
-        for rank, theirs in enumerate(everyone):
-            if theirs.get(name) != value:
-                return (
-                    f"{name}: is {value} on rank 0 but {theirs.get(name)} on rank {rank}; let "
-                    "Task.lr_factor, and what changes the optimizer's groups, depend on the step, "
-                    "the config and metrics of whole evaluations, not on what microbatches or "
-                    "evaluation batches of this rank have left"
-                )
-    return "ranks would step with other learning rates or options"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -201,10 +201,16 @@ class SharedState:
         self._first_attributes = self._jsons(self._attributes())
         self._first_hidden = self._hidden()
 
-    def values(self) -> dict[str, Any]:
-        """What is not as it was at first, as JSON; None for groups that this rank does not step."""
+    def values(self, written: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+        """What is not as it was at first, as JSON; None for groups that this rank does not step.
+
+        Args:
+            written: by a group's id, options of it that others keep.
+        """
         groups = [
-            _changed(self._jsons(group), first) if group["params"] else None
+            _changed(self._jsons(group, written.get(id(group), {})), first)
+            if group["params"]
+            else None
             for group, first in zip(self._groups, self._first_groups, strict=True)
         ]
         attributes = _changed(self._jsons(self._attributes()), self._first_attributes)
@@ -262,11 +268,11 @@ class SharedState:
                 "self.param_groups or attributes, and random numbers to the global generators"
             )
 
-    def _jsons(self, values: Mapping[Any, Any]) -> dict[str, Any]:
+    def _jsons(self, values: Mapping[Any, Any], without: Collection[str] = ()) -> dict[str, Any]:
         """The values that have a form in JSON, by name."""
         jsons = {}
         for key, value in values.items():
-            if key not in _SET_BY_ENGINE:
+            if key not in _SET_BY_ENGINE and key not in without:
                 try:
                     jsons[key] = to_json(value, self._home)
                 except TypeError:

@@ -10,7 +10,7 @@ inner optimizer, which is the carry of the microbatch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -91,7 +91,6 @@ class LocalSteps:
 
     Attributes:
         optimizer: the inner one, over copies of the parameters.
-        factors: what the inner optimizer's learning rates are multiplied with, one for each group.
     """
 
     def __init__(self, task: Task, model: nn.Module, config: TrainConfig) -> None:
@@ -119,10 +118,8 @@ class LocalSteps:
         self._groups = [of[id(copy)] for copy in self._copies.values()]
         self._parameters: list[Tensor] = [named[name] for name in self._copies]
         self._fetched = _by_place(model, named, self._copies)
-        self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self._first = Carry.of(self._state(), "build_optimizer: state of a parameter")
         self._is_known = False
-        self.factors: Sequence[float] = [1.0] * len(self._base_lrs)
 
     def outer_optimizer(self) -> optim.Optimizer:
         """SGD with Nesterov's momentum over the parameters, in the inner optimizer's groups."""
@@ -134,10 +131,6 @@ class LocalSteps:
         ]
         momentum = about.outer_momentum
         return optim.SGD(groups, lr=about.outer_lr, momentum=momentum, nesterov=momentum > 0)
-
-    def lr(self, factors: Sequence[float]) -> float:
-        """Learning rate of the first parameter group of workers."""
-        return float(self._base_lrs[0] * factors[0])
 
     def run(self, loss_of: LossOf, batch: Any, state: Any) -> tuple[Loss, Any]:
         """Step a worker.
@@ -188,9 +181,6 @@ class LocalSteps:
                 else v
                 for k, v in values.items()
             }
-        pairs = zip(self.optimizer.param_groups, self._base_lrs, self.factors, strict=True)
-        for group, lr, factor in pairs:
-            group["lr"] = lr * factor
 
     def _held(self) -> dict[str, str]:
         """What there is in the optimizer as it begins; once only, for that takes long."""

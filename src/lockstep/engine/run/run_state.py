@@ -64,6 +64,10 @@ class RunState:
         progress = self.progress
         progress.step += 1
         if with_task:
+            parts = self._parts
+            phase = parts.compute.phases.at(progress.step - 1).name
+            is_epoch_end = parts.sampler.is_epoch_end(progress.step)
+            parts.train_step.rates.after_step(phase, is_epoch_end)
             ended = self._hooks.after_step(progress, result)
             progress.finished = progress.finished or ended
         self.stop_reason = self.stop_reason or result.stop_reason
@@ -126,6 +130,7 @@ class RunState:
         if progress.judge(config, watched):
             value = watched[config.watch]
             emit(Improved(step=progress.step, metric=config.watch, value=value))
+        self._parts.train_step.rates.after_evaluation(watched, config.watch)
         progress.finished = progress.finished or progress.exhausted(config)
 
     def is_over(self) -> bool:

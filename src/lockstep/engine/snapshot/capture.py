@@ -66,6 +66,7 @@ def capture(
     meta = meta | {
         "progress": progress.state_dict(),
         "loss_scale": train_step.loss_scale.state_dict(),
+        "learning_rates": train_step.rates.state_dict(),
         "optimizer_scalars": state.scalars,
         "optimizer_shared": state.shared,
         "task": values,

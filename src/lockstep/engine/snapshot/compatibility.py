@@ -59,7 +59,7 @@ def check_optimizer_fits(snapshot: Snapshot, train_step: TrainStep, where: str) 
     Raises:
         CheckpointError: naming the first thing that differs.
     """
-    here, there = train_step.flat_optimizer.description, snapshot.meta.get("optimizer", {})
+    here, there = train_step.optimizer_description, snapshot.meta.get("optimizer", {})
     for name in [n for n in (there | here) if there]:
         in_both = name in here and name in there
         if here.get(name) != there.get(name) and (in_both or " of group " not in name):
@@ -106,7 +106,8 @@ def check_optimizer_state(snapshot: Snapshot, train_step: TrainStep, where: str)
     ):
         return
     # After a step, task and hooks may have changed groups, or cleared the optimizer's state.
-    is_exact = not train_step.task_state.may_change_optimizer
+    may_change = train_step.task_state.may_change_optimizer or train_step.rates.schedulers
+    is_exact = not may_change
     is_exact = is_exact or not snapshot.meta.get("optimizer")  # written by an earlier version
     _check_layout(snapshot, train_step, is_exact, where)
     # With fp16, some steps are skipped.

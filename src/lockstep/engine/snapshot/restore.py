@@ -81,6 +81,8 @@ def restore(
     if with_optimizer:
         train_step.flat_optimizer.load_state(state)
     train_step.loss_scale.load_state_dict(meta["loss_scale"])
+    if "learning_rates" in meta:  # earlier versions had no rates but those of the schedule
+        train_step.rates.load_state_dict(meta["learning_rates"])
     _load_task(train_step, task, meta.get("task", {}))
     return meta
 

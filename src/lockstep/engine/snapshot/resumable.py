@@ -137,6 +137,9 @@ def check_training_state(
     problem = problem or _scalars_problem(snapshot.meta.get("optimizer_scalars"))
     problem = problem or _shared_problem(snapshot.meta.get("optimizer_shared", {}))
     problem = problem or _task_problem(snapshot, train_step.task_state)
+    if not problem and "learning_rates" in snapshot.meta:
+        problem = train_step.rates.problem(snapshot.meta["learning_rates"])
+        problem = problem and f"learning_rates: {problem}"
     _check_carry(snapshot, train_step.carries, where)
     if problem:
         raise CheckpointError(f"{where}: is damaged: {problem}")
@@ -239,6 +242,11 @@ def _undo_last_evaluation(progress: Progress, parts: Parts, folder: Path, key: s
                 f"{key}: {type(hook).__name__}.after_evaluation has seen the evaluation after step "
                 f"{progress.step}, which a longer run does not have; {_WAY_OUT}"
             )
+    if parts.train_step.rates.schedulers.go_by_evaluations:
+        raise ConfigError(
+            f"{key}: Task.build_scheduler goes by evaluations, and has seen the one after step "
+            f"{progress.step}, which a longer run does not have; {_WAY_OUT}"
+        )
     best = folder.with_name(listing.folder_name(kept.best_step))
     if kept.best_step and not best.is_dir():
         raise ConfigError(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from lockstep.data.random import Stream, random_key
 from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer
-from lockstep.engine.optimizer.schedule import Schedule
+from lockstep.engine.optimizer.learning_rates import LearningRates
 from lockstep.engine.passes.passes import StepParts
 from lockstep.engine.step.sums import STOP_REASONS, Header, StepResult, Summed
 from lockstep.engine.step.workspace import Workspace
@@ -24,18 +24,20 @@ class Apply:
             and after, and always where each rank has all state.
     """
 
-    def __init__(self, parts: StepParts, flat_optimizer: FlatOptimizer, schedule: Schedule) -> None:
+    def __init__(
+        self, parts: StepParts, flat_optimizer: FlatOptimizer, rates: LearningRates
+    ) -> None:
         """Bind together what a step changes.
 
         Args:
             parts: what the step works on.
             flat_optimizer: optimizer of the flat parameters.
-            schedule: learning rates of all steps, of the workers where there are some.
+            rates: learning rates of each step, of the workers' optimizer too where there are some.
         """
         self._config, self._state, self._loss_scale = parts.config, parts.state, parts.loss_scale
         self._phases, self._local = parts.compute.phases, parts.compute.local
         self._carries, self._tables = parts.carries, parts.tables
-        self._flat_optimizer, self._schedule = flat_optimizer, schedule
+        self._flat_optimizer, self._rates = flat_optimizer, rates
         self.summed: Summed | None = None
 
     @property
@@ -47,7 +49,6 @@ class Apply:
         self,
         step: int,
         decays: int,
-        factors: Sequence[float],
         summed: Summed,
         norm: float,
         workspace: Workspace,
@@ -57,7 +58,6 @@ class Apply:
         Args:
             step: number of the step, from 0.
             decays: number of decays of the learning rate so far.
-            factors: of the schedule, what base learning rates are multiplied with.
             summed: sums and headers of the step on all ranks.
             norm: norm of the mean gradient; not finite if fp16 skips the step.
             workspace: gradients and slices of this rank.
@@ -76,15 +76,13 @@ class Apply:
             key = 0
             if self._flat_optimizer.may_draw:
                 key = random_key(self._config.seed, Stream.OPTIMIZER, step)
-            outer = factors if self._local is None else 1.0
-            self._flat_optimizer.step(outer, key, phase)
+            self._flat_optimizer.step(key, phase)
             self._commit_buffers(weight, summed.headers, workspace)
         # Before the gather, which may leave arbitrary values here if it is interrupted.
         workspace.keep_aside()
-        if self._local is None:
-            lr = self._flat_optimizer.lr(factors, phase)
-        else:
-            lr = self._local.lr(factors)
+        inner = self._local.optimizer.param_groups[0] if self._local else None
+        lr = self._rates.of(inner or self._flat_optimizer.first_group(phase))
+        self._rates.applied()
         # Set last: from here on this rank counts as one that has applied the step.
         summed.result = StepResult(
             summed.scalars,
@@ -118,8 +116,8 @@ class Apply:
             self._settle(step, decays, lead.grad_norm)
         else:
             assert self.summed is not None, "a rank has applied a step before all could"
-            factors = self._schedule.factors(step, decays)
-            self.step(step, decays, factors, self.summed, lead.grad_norm, workspace)
+            self._rates.begin(step, decays)
+            self.step(step, decays, self.summed, lead.grad_norm, workspace)
 
     def _settle(self, step: int, decays: int, norm: float) -> None:
         """Commit the carries and rows of the step; no communication."""

@@ -17,6 +17,7 @@ from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.engine.audit.constants import check_aliases
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.optimizer.choice import check_optimizer, default_optimizer
+from lockstep.engine.optimizer.schedulers import Schedulers, build_schedulers
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.passes.precision import keep_compiler_out
 from lockstep.engine.passes.stages import check_pipeline
@@ -146,6 +147,18 @@ def built(
     if optimizer is None:
         optimizer = default_optimizer(model, config)
     return model, compute, check_optimizer(optimizer, model, config)
+
+
+def attached_schedulers(
+    task: Task, compute: Compute, optimizer: torch.optim.Optimizer, config: TrainConfig
+) -> Schedulers:
+    """The task's learning-rate schedulers, of the workers' optimizer where there are some.
+
+    Raises:
+        LockstepError: one of them cannot work.
+    """
+    own = compute.local.optimizer if compute.local is not None else optimizer
+    return build_schedulers(task, own, config)
 
 
 def _check_local_steps_fit(task: Task, model: nn.Module, config: TrainConfig) -> None:

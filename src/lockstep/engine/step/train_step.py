@@ -19,9 +19,11 @@ from lockstep.engine.audit.constants import Constants
 from lockstep.engine.audit.pass_state import PassState
 from lockstep.engine.carry.distributed_carries import distributed_carries
 from lockstep.engine.flat_tensors import FlatTensors
-from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer, unequal_settings
+from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer
+from lockstep.engine.optimizer.learning_rates import LearningRates, unequal_settings
 from lockstep.engine.optimizer.optimizer_state import OptimizerState
 from lockstep.engine.optimizer.schedule import Schedule
+from lockstep.engine.optimizer.schedulers import Schedulers
 from lockstep.engine.passes.block_storage import BlockStorage
 from lockstep.engine.passes.buffers import ForwardState
 from lockstep.engine.passes.compute import Compute
@@ -54,7 +56,8 @@ class TrainStep:
         flat: trainable parameters in flat memory.
         state: buffers that forward passes change.
         flat_optimizer: optimizer of the flat parameters.
-        schedule: learning rates of all steps.
+        schedule: the schedule of the config, or the task's own.
+        rates: the learning rates of each step, whoever sets them.
         loss_scale: loss scale of fp16; 1 for other precisions.
         watch: stopwatch of compute, communication, data and checkpoints.
         parameters: parameters in slices, and all of them for a while.
@@ -77,6 +80,7 @@ class TrainStep:
         state: ForwardState,
         constants: Constants,
         optimizer: torch.optim.Optimizer,
+        schedulers: Schedulers,
         placement: Placement,
         total_steps: int,
         pass_state: PassState,
@@ -123,7 +127,14 @@ class TrainStep:
         self.schedule = Schedule(
             task_state.task, config.schedule, total_steps, self.flat_optimizer.num_groups
         )
-        self._apply = Apply(parts, self.flat_optimizer, self.schedule)
+        scheduled, fixed = self.flat_optimizer.groups, list[dict[str, Any]]()
+        if self._local is not None:
+            scheduled, fixed = self._local.optimizer.param_groups, scheduled
+        self.rates = LearningRates(
+            scheduled, fixed, self.schedule.factors, schedulers, task_state.may_change_optimizer
+        )
+        self.flat_optimizer.leave_out(self.rates.written[-len(self.flat_optimizer.groups) :])
+        self._apply = Apply(parts, self.flat_optimizer, self.rates)
 
     def run(self, step: int, decays: int, batches: Iterator[Any]) -> StepResult:
         """Compute this rank's microbatches, sum over all ranks, step the parameters.
@@ -144,13 +155,13 @@ class TrainStep:
         self._begin(step)
         if self.tables is not None:
             batches = self._passes.look_up(step, self.workspace.microbatches, batches)
-        factors, error = self._compute(step, decays, batches)
+        error = self._compute(step, decays, batches)
         self._runtime.at("reduce", step)
-        summed = self._sum(step, factors, error)
+        summed = self._sum(step, error)
         self._share(step, summed)
         norm = self._sums.norm(step, summed.scalars[1], self.workspace, self.flat)
         self._runtime.at("optimizer", step)
-        result = self._apply.step(step, decays, factors, summed, norm, self.workspace)
+        result = self._apply.step(step, decays, summed, norm, self.workspace)
         if self.sharded:
             self._runtime.at("gather", step)
             watch.compute_s += watch.lap()
@@ -170,22 +181,18 @@ class TrainStep:
         if self.carries is not None:
             self.carries.begin()
 
-    def _compute(
-        self, step: int, decays: int, batches: Iterator[Any]
-    ) -> tuple[list[float], Raised | None]:
-        """Compute this rank's microbatches; the factors of learning rates, and what was raised."""
-        factors: list[float] = []
+    def _compute(self, step: int, decays: int, batches: Iterator[Any]) -> Raised | None:
+        """Compute this rank's microbatches; returns what was raised."""
         try:
             # A task's own schedule may raise an exception: here, where all ranks learn of it.
-            factors = self.schedule.factors(step, decays)
-            if self._local is not None:
-                self._local.factors = factors
+            self.rates.begin(step, decays)
             self.placement.refresh()
             self._constants.mark(step)
             self._audit.begin(step)
             self._passes.run(step, self.workspace.passes, batches, self.workspace.leaves)
             self._audit.end()
             self._constants.check(f"step {step}")
+            self.rates.check_passes()
         except (Exception, SystemExit) as error:
             # Not raised here: the other ranks are about to enter the reduction, and would wait in
             # it for this one. The header carries the error, and all ranks raise the same one.
@@ -193,17 +200,17 @@ class TrainStep:
             if self.placement.are_coupled and not self._runtime.transport.can_regroup:
                 raise  # others wait for this rank inside the step, and only its end wakes them
             self.placement.give_up()  # wakes those that wait for this rank inside the step
-            return factors, error
-        return factors, None
+            return error
+        return None
 
-    def _sum(self, step: int, factors: Sequence[float], error: Raised | None) -> Summed:
+    def _sum(self, step: int, error: Raised | None) -> Summed:
         """Sum over all ranks, and make sure that the step may be applied; a collective.
 
         Nothing was stepped yet: an error leaves parameters as they are after the step before.
         """
         settings = order = 0
         if self._runtime.transport.size > 1:
-            settings, order = self.flat_optimizer.settings(factors), self._order_digest(step)
+            settings, order = self.rates.digest(), self._order_digest(step)
         headers = self._sums.reduce(
             step, self.workspace, error, self._audit.is_suspicious, settings, order
         )
@@ -212,7 +219,7 @@ class TrainStep:
         self._audit.check_failed(headers)
         self._sums.check(step, error, headers, scalars)
         if len(headers) > 1:
-            self._check_settings(step, headers, factors)
+            self._check_settings(step, headers)
         self._audit.check(headers, scalars, self.workspace)
         return Summed(scalars, headers)
 
@@ -235,9 +242,7 @@ class TrainStep:
             # them had applied it.
             self._apply.summed = summed
 
-    def _check_settings(
-        self, step: int, headers: Sequence[Header], factors: Sequence[float]
-    ) -> None:
+    def _check_settings(self, step: int, headers: Sequence[Header]) -> None:
         """Refuse to step with other learning rates, options or samples than other ranks."""
         if len({header.order for header in headers if header.order}) > 1:
             text = (
@@ -247,9 +252,7 @@ class TrainStep:
             )
             raise shared(TaskError(text))
         if any(header.settings != headers[0].settings for header in headers):
-            everyone = self._runtime.transport.gather_json(
-                self.flat_optimizer.described_settings(factors)
-            )
+            everyone = self._runtime.transport.gather_json(self.rates.described())
             raise shared(TaskError(f"step {step}: {unequal_settings(everyone)}"))
 
     @property
@@ -268,6 +271,7 @@ class TrainStep:
         """
         self._passes.restart()
         self._audit.forget()
+        self.rates.give_up()
         if self.tables is not None:
             self.tables.take_back()
         if self.applied is not None:
@@ -277,6 +281,7 @@ class TrainStep:
     def repair(self) -> None:
         """Go on in the same group after a failure that all ranks have noticed; a collective."""
         self._passes.restart()  # the failure may have been in an evaluation
+        self.rates.give_up()
         self.placement.repair()
         self.workspace.use(self.placement.storage)
 
@@ -291,6 +296,7 @@ class TrainStep:
         self._rebind(ranges, is_reset=state is not None)
         if state is not None:
             self.flat_optimizer.load_state(state)
+            self.rates.write_again()
 
     def reset(self, ranges: Sequence[Assigned]) -> None:
         """Forget an interrupted step and all state of the optimizer; a checkpoint must be restored.
@@ -350,6 +356,11 @@ class TrainStep:
             TaskError: naming one that is another.
         """
         self._constants.check_identity(f"step {self.placement.step}")
+
+    @property
+    def optimizer_description(self) -> dict[str, Any]:
+        """Optimizer, hyperparameters and schedulers of the run, by words for people."""
+        return self.flat_optimizer.description | self.rates.schedulers.description
 
     @property
     def shares_state(self) -> bool:

@@ -17,9 +17,11 @@ from lockstep.config import TrainConfig
 from lockstep.errors import TaskError
 
 if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LRScheduler
     from torchmetrics import Metric
 
     from lockstep.engine.hook import Hook
+    from lockstep.engine.optimizer.schedulers import Scheduler
 
 
 Number = Tensor | float | int
@@ -257,6 +259,26 @@ class Task(ABC):
         With `phases`, one for each phase, by its name: a step then has that of its phase alone. A
         single one steps all parameters in each phase, with gradients of zero for those that the
         phase's loss does not depend on.
+        """
+        return None
+
+    def build_scheduler(
+        self, optimizer: Any
+    ) -> LRScheduler | Scheduler | Mapping[str, LRScheduler | Scheduler] | None:
+        """A learning-rate scheduler of `torch.optim.lr_scheduler`, instead of `config.schedule`.
+
+        It is stepped after each step of its optimizer, before `after_step`; `ReduceLROnPlateau`
+        after each evaluation, by the metric that `watch` names. `lockstep.Scheduler` says
+        otherwise: each epoch, another metric. Its state is saved by its `state_dict`. It must not
+        look at ranks, time or files.
+
+        Args:
+            optimizer: what `build_optimizer` has returned, or the one that `config.optimizer`
+                names; a dict of them, if it has returned several.
+
+        Returns:
+            A scheduler of that optimizer; of several, a dict of schedulers by the names of
+            optimizers, in which some may be missing. None goes by `config.schedule`.
         """
         return None
 

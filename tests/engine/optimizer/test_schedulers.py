@@ -1,0 +1,402 @@
+"""Schedulers of torch, and rates that code writes into groups, beside plain loops of torch."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.launching.api.test_train import Line
+from tests.launching.api.test_train import config as line_config
+from torch import nn, optim
+from torch.optim import lr_scheduler as torchs
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+import lockstep as ls
+from lockstep.engine.hook import Run
+from lockstep.engine.optimizer.learning_rates import LearningRates
+from lockstep.engine.optimizer.scheduler_state import decoded, encoded
+from lockstep.engine.optimizer.schedulers import Schedulers
+from lockstep.errors import CheckpointError, ConfigError, LockstepError, TaskError
+
+STEPS = 16
+Make = Callable[[Any], Any]
+
+
+class Scheduled(Line):
+    """A line that AdamW fits, whose learning rates are noted."""
+
+    make: Make = staticmethod(lambda optimizer: None)
+    noted: list[list[Any]]
+
+    def hooks(self) -> list[ls.Hook]:
+        self.noted = []
+        return [Noted()]
+
+    def build_optimizer(self, model: Any) -> Any:
+        self.optimizer = optim.AdamW(
+            [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.05}], lr=0.1
+        )
+        return self.optimizer
+
+    def build_scheduler(self, optimizer: Any) -> Any:
+        return type(self).make(optimizer)
+
+
+class Noted(ls.Hook):
+    """Notes what the step was made with."""
+
+    first_only = True
+
+    def after_step(self, run: Run) -> None:
+        run.task.noted.append([run.lr, run.optimizer.param_groups[0].get("betas")])
+
+
+def scheduled(scheduler: Make, **body: Any) -> type[Scheduled]:
+    return type("Mine", (Scheduled,), {"make": staticmethod(scheduler), **body})
+
+
+ALL: dict[str, Make] = {
+    "onecycle": lambda o: torchs.OneCycleLR(o, max_lr=[0.2, 0.1], total_steps=STEPS),
+    "restarts": lambda o: torchs.CosineAnnealingWarmRestarts(o, T_0=3, T_mult=2),
+    "sequential": lambda o: torchs.SequentialLR(
+        o,
+        [torchs.LinearLR(o, 0.1, total_iters=4), torchs.ExponentialLR(o, 0.9)],
+        milestones=[4],
+    ),
+    "chained": lambda o: torchs.ChainedScheduler(
+        [torchs.ConstantLR(o, 0.5, 3), torchs.MultiStepLR(o, [2, 5], 0.5)]
+    ),
+    "lambda": lambda o: torchs.LambdaLR(o, lambda step: 0.95**step),
+    "cyclic": lambda o: torchs.CyclicLR(o, 0.01, 0.1, 3, cycle_momentum=False),
+    "epochs": lambda o: ls.Scheduler(torchs.StepLR(o, 1, 0.5), "epoch"),
+    "every third": lambda o: ls.Scheduler(torchs.ExponentialLR(o, 0.5), "step", frequency=3),
+}
+
+
+def config(**keys: Any) -> ls.TrainConfig:
+    return line_config(steps=STEPS, **keys)
+
+
+def plain(make: Make, steps: int = STEPS) -> list[list[Any]]:
+    """Learning rate and betas of each step of a plain loop."""
+    model = nn.Linear(1, 1)
+    optimizer = optim.AdamW(
+        [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.05}], lr=0.1
+    )
+    made = make(optimizer)
+    one = made if isinstance(made, ls.Scheduler) else ls.Scheduler(made)
+    found = []
+    for step in range(1, steps + 1):
+        group = optimizer.param_groups[0]
+        found.append([group["lr"], None])
+        optimizer.step()
+        units = step if one.interval == "step" else step / 4  # of 64 samples, 16 a step
+        if units % one.frequency == 0 and step < steps:
+            one.scheduler.step()
+        found[-1][1] = group["betas"]
+    return found
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_rates_are_those_of_a_plain_loop_also_over_a_resume(name: str, tmp_path: Path) -> None:
+    task = scheduled(ALL[name])()
+    whole = ls.train(task, config(), run_dir=tmp_path / "whole", quiet=True)
+    expected = plain(ALL[name])
+    assert [lr for lr, _ in task.noted] == [lr for lr, _ in expected]
+    if name != "onecycle":  # its last step has no rate to go on with
+        assert [betas for _, betas in task.noted] == [betas for _, betas in expected]
+    parts = []
+    for stop in (5, 11, None):
+        task = scheduled(ALL[name])()
+        about = config(stop_at_step=stop)
+        last = ls.train(task, about, run_dir=tmp_path / "parts", quiet=True, resume=bool(parts))
+        parts += task.noted
+    assert [lr for lr, _ in parts] == [lr for lr, _ in expected]
+    assert last.params_sha256 == whole.params_sha256
+
+
+def test_plateau_goes_by_evaluations(tmp_path: Path) -> None:
+    def make(optimizer: Any) -> Any:
+        return ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.5)
+
+    class Mine(scheduled(make)):  # type: ignore[misc]
+        pass
+
+    task = Mine()
+    about = config(eval_every=2)
+    whole = ls.train(task, about, run_dir=tmp_path / "whole", quiet=True)
+    events = [json.loads(line) for line in (tmp_path / "whole" / "events.jsonl").open()]
+    losses = [e["metrics"]["loss"] for e in events if e.get("event") == "Evaluated"]
+    optimizer = optim.SGD([torch.zeros(1)], lr=0.1)
+    plateau, expected = make(optimizer), []
+    for step in range(1, STEPS + 1):
+        expected.append(optimizer.param_groups[0]["lr"])
+        if step % 2 == 0:
+            plateau.step(losses[step // 2 - 1])
+    assert [lr for lr, _ in task.noted] == expected
+    assert len({*expected}) > 2
+    ls.train(Mine(), config(eval_every=2, stop_at_step=7), run_dir=tmp_path / "parts", quiet=True)
+    last = ls.train(Mine(), about, run_dir=tmp_path / "parts", quiet=True, resume=True)
+    assert last.params_sha256 == whole.params_sha256
+    longer = about.model_copy(update={"steps": STEPS + 8})
+    with pytest.raises(ConfigError, match="build_scheduler goes by evaluations"):
+        ls.train(Mine(), longer, run_dir=tmp_path / "whole", quiet=True, resume=True)
+
+
+def by_hand(self: Any, model: Any, step: int) -> None:
+    for group in self.optimizer.param_groups:
+        group["lr"] *= 0.5 if step == 3 else 1.0
+        if step == 6:
+            group["betas"], group["weight_decay"] = (0.5, 0.9), 0.2
+
+
+def test_what_after_step_writes_counts_from_the_next_step_on(tmp_path: Path) -> None:
+    kind = scheduled(lambda optimizer: None, after_step=by_hand)
+    task = kind()
+    whole = ls.train(task, config(), run_dir=tmp_path / "whole", quiet=True)
+    assert [lr for lr, _ in task.noted] == [0.1] * 3 + [0.05] * (STEPS - 3)
+    groups = task.optimizer.param_groups
+    assert [(g["lr"], g["betas"], g["weight_decay"]) for g in groups] == [
+        (0.05, (0.5, 0.9), 0.2),
+        (0.025, (0.5, 0.9), 0.2),
+    ]
+    for number, keys in enumerate(({}, {"sharding": "optimizer"})):
+        folder = tmp_path / str(number)
+        ls.train(kind(), config(stop_at_step=7, **keys), run_dir=folder, quiet=True)
+        last = ls.train(kind(), config(**keys), run_dir=folder, quiet=True, resume=True)
+        assert last.params_sha256 == whole.params_sha256
+
+
+def test_a_schedule_goes_on_from_a_rate_that_was_written(tmp_path: Path) -> None:
+    kind = scheduled(lambda optimizer: None, after_step=by_hand)
+    task = kind()
+    about = config(schedule={"name": "linear"})
+    ls.train(task, about, run_dir=tmp_path / "run", quiet=True)
+    expected = [0.1 * (1 - s / STEPS) * (1.0 if s < 3 else 0.5) for s in range(STEPS)]
+    assert [lr for lr, _ in task.noted] == pytest.approx(expected)
+
+
+def test_each_of_several_optimizers_has_its_own(tmp_path: Path) -> None:
+    class Two(Line):
+        def build_optimizer(self, model: Any) -> Any:
+            self.made = {
+                "weight": optim.SGD([model.weight], lr=0.1),
+                "bias": optim.SGD([model.bias], lr=0.2),
+            }
+            return self.made
+
+        def build_scheduler(self, optimizer: Any) -> Any:
+            assert [*optimizer] == ["weight", "bias"]
+            return {"bias": torchs.ExponentialLR(optimizer["bias"], 0.5)}
+
+    task = Two()
+    ls.train(task, line_config(steps=3), run_dir=tmp_path / "run", quiet=True)
+    rates = {name: one.param_groups[0]["lr"] for name, one in task.made.items()}
+    assert rates == {"weight": 0.1, "bias": 0.2 * 0.5**3}
+
+
+def test_of_phases_each_is_stepped_in_its_own_steps(tmp_path: Path) -> None:
+    class Turns(Line):
+        def phases(self) -> list[ls.Phase]:
+            return [ls.Phase("weight", self.loss, 2), ls.Phase("bias", self.loss)]
+
+        def build_optimizer(self, model: Any) -> Any:
+            self.made = {
+                "weight": optim.SGD([model.weight], lr=0.1),
+                "bias": optim.SGD([model.bias], lr=0.2),
+            }
+            return self.made
+
+        def build_scheduler(self, optimizer: Any) -> Any:
+            return {name: torchs.ExponentialLR(one, 0.5) for name, one in optimizer.items()}
+
+    task = Turns()
+    ls.train(task, line_config(steps=6), run_dir=tmp_path / "run", quiet=True)
+    rates = {name: one.param_groups[0]["lr"] for name, one in task.made.items()}
+    assert rates == {"weight": 0.1 * 0.5**4, "bias": 0.2 * 0.5**2}
+
+
+def test_workers_of_local_steps_have_it(tmp_path: Path) -> None:
+    task = scheduled(lambda o: torchs.ExponentialLR(o, 0.5))()
+    about = config(local={"steps": 2})
+    whole = ls.train(task, about, run_dir=tmp_path / "whole", quiet=True)
+    assert [lr for lr, _ in task.noted] == [0.1 * 0.5**step for step in range(STEPS)]
+    kind = type(task)
+    stopped = config(local={"steps": 2}, stop_at_step=5)
+    ls.train(kind(), stopped, run_dir=tmp_path / "parts", quiet=True)
+    last = ls.train(kind(), about, run_dir=tmp_path / "parts", quiet=True, resume=True)
+    assert last.params_sha256 == whole.params_sha256
+
+
+def foreign(optimizer: Any) -> Any:
+    return torchs.StepLR(optim.SGD([torch.zeros(1)], lr=1.0), 1)
+
+
+class Counting:
+    """A factor that depends on how often it was asked for."""
+
+    calls = 0
+
+
+def counted(step: int) -> float:
+    Counting.calls += 1
+    return 0.5**Counting.calls
+
+
+class Hidden(LRScheduler):
+    """Keeps a generator, which `state_dict` names and no checkpoint holds."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        factor = float(torch.rand(1, generator=self.generator))
+        return [base * factor for base in self.base_lrs]
+
+
+class Raising(LRScheduler):
+    """Fails in the third step."""
+
+    def get_lr(self) -> list[Any]:
+        if self.last_epoch == 3:
+            raise KeyError("no rate")
+        return [*self.base_lrs]
+
+
+WRONG: dict[str, tuple[Make, str]] = {
+    "no scheduler": (lambda o: 0.5, "must return a scheduler of torch.optim.lr_scheduler"),
+    "foreign": (foreign, "schedules a SGD over parameters that the run does not step"),
+    "a dict": (lambda o: {"encoder": foreign(o)}, "there is one optimizer: return one"),
+    "plateau each step": (
+        lambda o: ls.Scheduler(ReduceLROnPlateau(o)),
+        "its interval is 'evaluation', not 'step'",
+    ),
+    "metric": (
+        lambda o: ls.Scheduler(ReduceLROnPlateau(o), "evaluation", metric="accuracy"),
+        "goes by 'accuracy'; the evaluation has loss",
+    ),
+    "no metric": (lambda o: ls.Scheduler(torchs.StepLR(o, 1), metric="loss"), "has no use"),
+    "interval": (
+        lambda o: ls.Scheduler(torchs.StepLR(o, 1), "batch"),  # type: ignore[arg-type]
+        r"interval='batch': must be one of \['step', 'epoch', 'evaluation'\]",
+    ),
+    "frequency": (lambda o: ls.Scheduler(torchs.StepLR(o, 1), frequency=0), "frequency=0: must"),
+    "counts elsewhere": (
+        lambda o: torchs.LambdaLR(o, counted),
+        "LambdaLR comes to something else when its state is loaded again",
+    ),
+    "draws": (lambda o: Hidden(o), "Hidden comes to something else"),
+    "raises": (lambda o: Raising(o), "no rate"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_stepped_is_refused(name: str, tmp_path: Path) -> None:
+    make, message = WRONG[name]
+    with pytest.raises(LockstepError, match=message):
+        ls.train(scheduled(make)(), config(), run_dir=tmp_path / "run", quiet=True)
+
+
+def test_two_that_would_set_the_rates_are_refused(tmp_path: Path) -> None:
+    make = ALL["lambda"]
+    about = config(schedule={"name": "cosine"})
+    with pytest.raises(ConfigError, match=r"schedule\.name=cosine.*sets the learning rates"):
+        ls.train(scheduled(make)(), about, run_dir=tmp_path / "run", quiet=True)
+    both = scheduled(make, lr_factor=lambda self, step, total: 1.0)
+    with pytest.raises(TaskError, match="has lr_factor too"):
+        ls.train(both(), config(), run_dir=tmp_path / "run", quiet=True)
+
+
+def test_a_run_is_not_resumed_with_another_scheduler(tmp_path: Path) -> None:
+    first = scheduled(lambda o: torchs.ExponentialLR(o, 0.5))
+    ls.train(first(), config(stop_at_step=2), run_dir=tmp_path / "run", quiet=True)
+    for other in (lambda o: torchs.ExponentialLR(o, 0.6), lambda o: None):
+        task = scheduled(other)()
+        with pytest.raises(CheckpointError, match=r"scheduler is .*ExponentialLR"):
+            ls.train(task, config(), run_dir=tmp_path / "run", quiet=True, resume=True)
+
+
+@pytest.mark.parametrize("lr", [-1.0, float("nan"), "high"])
+def test_what_is_no_rate_is_refused(lr: Any, tmp_path: Path) -> None:
+    def after_step(self: Any, model: Any, step: int) -> None:
+        self.optimizer.param_groups[0]["lr"] = lr
+
+    task = scheduled(lambda o: None, after_step=after_step)()
+    with pytest.raises(TaskError, match=r"'lr' was set to .*; must be a finite number of at least"):
+        ls.train(task, config(), run_dir=tmp_path / "run", quiet=True)
+
+
+def test_a_rate_is_not_written_where_the_schedule_is_at_zero(tmp_path: Path) -> None:
+    task = scheduled(
+        lambda o: None,
+        after_step=lambda self, model, step: self.optimizer.param_groups[0].update(lr=0.1),
+        lr_factor=lambda self, step, total: float(step != 2),
+    )()
+    with pytest.raises(TaskError, match=r"'lr' was set to 0\.1 where the schedule is at 0"):
+        ls.train(task, config(), run_dir=tmp_path / "run", quiet=True)
+
+
+def test_rates_are_not_changed_by_microbatches_nor_at_the_start(tmp_path: Path) -> None:
+    class InLoss(Scheduled):
+        def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+            if len(self.noted) == 2:
+                self.optimizer.param_groups[0]["lr"] = 0.3
+            return super().loss(model, batch)
+
+    with pytest.raises(TaskError, match="group 0: 'lr' was changed by a microbatch"):
+        ls.train(InLoss(), config(), run_dir=tmp_path / "loss", quiet=True)
+
+    class AtStart(ls.Hook):
+        def on_start(self, run: Run) -> None:
+            run.optimizer.param_groups[1]["weight_decay"] = 0.3
+
+    class Hooked(Scheduled):
+        def hooks(self) -> list[ls.Hook]:
+            return [AtStart()]
+
+    with pytest.raises(TaskError, match="'weight_decay' of the optimizer's group 1 was changed"):
+        ls.train(Hooked(), config(), run_dir=tmp_path / "start", quiet=True)
+
+
+def test_damaged_states_are_refused() -> None:
+    group = {"params": [nn.Parameter(torch.zeros(1))], "lr": 0.1, "betas": (0.9, 0.99)}
+    rates = LearningRates([group], [], lambda step, decays: [1.0], Schedulers({}, {}), True)
+    good = rates.state_dict()
+    assert rates.problem(good) == ""
+    damages: list[tuple[Any, str]] = [
+        ([], "must be an object"),
+        (good | {"base": [0.1, 0.2]}, "must be a list of 1"),
+        (good | {"lr": ["x"]}, "must be a finite number"),
+        (good | {"factors": [float("inf")]}, "must be a finite number"),
+        (good | {"written": [{"gamma": 1}]}, "must be options of the group"),
+        (good | {"written": [{"betas": {"odd": 1}}]}, "is no value of an option"),
+        (good | {"schedulers": {}}, "schedulers: has their state"),
+    ]
+    for damaged, message in damages:
+        assert message in rates.problem(damaged)
+        with pytest.raises(CheckpointError, match=r"^learning_rates: "):
+            rates.load_state_dict(damaged)
+    with pytest.raises(CheckpointError, match="is no value of a scheduler"):
+        decoded({"module": "os"}, None)
+
+
+def test_states_of_schedulers_come_back_from_json() -> None:
+    state = {
+        "inf": float("inf"),
+        "counts": {3: 1, "a": (1, None)},
+        "recent": deque([0.5, 0.25], maxlen=4),
+        "rate": torch.tensor(0.25),
+        "function": len,
+    }
+    back = decoded(json.loads(json.dumps(encoded(state))), {"function": len})
+    assert back["recent"].maxlen == 4
+    assert {k: v for k, v in back.items() if k != "rate"} == {
+        k: v for k, v in state.items() if k != "rate"
+    }
+    assert torch.equal(back["rate"], torch.tensor(0.25))
