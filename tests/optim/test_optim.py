@@ -64,7 +64,7 @@ def test_lbfgs_goes_on_from_saved_state() -> None:
     def steps(pair: tuple[FlatOptimizer, list[Tensor]], x: nn.Parameter, count: int) -> None:
         for _ in range(count):
             pair[1][0][:3] = (x.detach() - 2) ** 3
-            pair[0].step(1.0)
+            pair[0].step()
 
     straight = nn.Parameter(torch.tensor([0.5, 1.0, 5.0], dtype=torch.float64))
     stopped = nn.Parameter(straight.detach().clone())

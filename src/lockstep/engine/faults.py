@@ -34,7 +34,7 @@ Moment = Literal[
     "forward", "backward", "shards_forward", "shards_backward", "send", "receive",
     "unshard", "leave",
     "compute", "reduce", "summing", "copying", "between", "factors", "reduced", "optimizer",
-    "gather", "gathered", "lookup", "rows", "rows_summed",
+    "search", "gather", "gathered", "lookup", "rows", "rows_summed",
     "copy", "copied", "committed", "evaluate", "checkpoint", "regroup", "catch_up", "join",
     "start", "met", "ready",
 ]  # fmt: skip
@@ -52,6 +52,7 @@ Moment = Literal[
   sharded optimizer); in it, host by host, before the sums of a host are sent to others; in it,
   between the sums of left and right factors (`compression.name=lowrank`); after it;
 - optimizer: before the optimizer;
+- search: before the batch is computed again for an optimizer with a closure;
 - gather, gathered: before and after ranks with a sharded optimizer exchange what they have stepped;
 - lookup, rows, rows_summed: before rows of tables (`lockstep.nn.SparseEmbedding`) are fetched, and
   before and after their gradients are sent;

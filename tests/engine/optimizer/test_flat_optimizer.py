@@ -385,7 +385,7 @@ def test_muon_steps_each_matrix_as_torch_does() -> None:
         for name, gradient in gradients(step, theirs).items():
             flat.named(grads)[name].copy_(gradient)
             theirs.get_parameter(name).grad = gradient
-        stepper.step(1.0)
+        stepper.step()
         reference.step()
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -429,9 +429,9 @@ def test_an_optimizer_of_whole_tensors_may_be_given_frozen_parameters() -> None:
     flat = flat_of(model, optimizer)
     grads = [torch.ones_like(f) for f in flat.flats]
     stepper = FlatOptimizer(optimizer, flat, slices_of(flat, grads, whole(flat)))
-    stepper.step(1.0)
+    stepper.step()
     stepper.load_state(stepper.state())
-    stepper.step(1.0)
+    stepper.step()
     assert torch.equal(model.first.bias, before)
     assert "first.bias" not in stepper.state().scalars
 

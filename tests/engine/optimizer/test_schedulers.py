@@ -28,36 +28,39 @@ Make = Callable[[Any], Any]
 
 
 class Scheduled(Line):
-    """A line that AdamW fits, whose learning rates are noted."""
+    """A line that AdamW fits."""
 
     make: Make = staticmethod(lambda optimizer: None)
-    noted: list[list[Any]]
-
-    def hooks(self) -> list[ls.Hook]:
-        self.noted = []
-        return [Noted()]
 
     def build_optimizer(self, model: Any) -> Any:
-        self.optimizer = optim.AdamW(
+        return optim.AdamW(
             [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.05}], lr=0.1
         )
-        return self.optimizer
 
     def build_scheduler(self, optimizer: Any) -> Any:
         return type(self).make(optimizer)
 
 
-class Noted(ls.Hook):
-    """Notes what the step was made with."""
+class Kept(Scheduled):
+    """Keeps its optimizer."""
 
-    first_only = True
+    def build_optimizer(self, model: Any) -> Any:
+        self.optimizer = super().build_optimizer(model)
+        return self.optimizer
 
-    def after_step(self, run: Run) -> None:
-        run.task.noted.append([run.lr, run.optimizer.param_groups[0].get("betas")])
+
+def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [event for event in events if event.get("event") == kind]
 
 
-def scheduled(scheduler: Make, **body: Any) -> type[Scheduled]:
-    return type("Mine", (Scheduled,), {"make": staticmethod(scheduler), **body})
+def rates_of(folder: Path) -> list[float]:
+    """The learning rates that steps have reported."""
+    return [event["lr"] for event in events_of(folder, "StepDone")]
+
+
+def scheduled(scheduler: Make, **body: Any) -> type[Kept]:
+    return type("Mine", (Kept,), {"make": staticmethod(scheduler), **body})
 
 
 ALL: dict[str, Make] = {
@@ -79,11 +82,11 @@ ALL: dict[str, Make] = {
 
 
 def config(**keys: Any) -> ls.TrainConfig:
-    return line_config(steps=STEPS, **keys)
+    return line_config(steps=STEPS, log_every=1, **keys)
 
 
-def plain(make: Make, steps: int = STEPS) -> list[list[Any]]:
-    """Learning rate and betas of each step of a plain loop."""
+def plain(make: Make) -> tuple[list[float], Any]:
+    """Learning rate of each step of a plain loop, and the betas after the last but one."""
     model = nn.Linear(1, 1)
     optimizer = optim.AdamW(
         [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.05}], lr=0.1
@@ -91,32 +94,29 @@ def plain(make: Make, steps: int = STEPS) -> list[list[Any]]:
     made = make(optimizer)
     one = made if isinstance(made, ls.Scheduler) else ls.Scheduler(made)
     found = []
-    for step in range(1, steps + 1):
-        group = optimizer.param_groups[0]
-        found.append([group["lr"], None])
+    for step in range(1, STEPS + 1):
+        found.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         units = step if one.interval == "step" else step / 4  # of 64 samples, 16 a step
-        if units % one.frequency == 0 and step < steps:
+        if units % one.frequency == 0 and step < STEPS:
             one.scheduler.step()
-        found[-1][1] = group["betas"]
-    return found
+    return found, optimizer.param_groups[0]["betas"]
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_rates_are_those_of_a_plain_loop_also_over_a_resume(name: str, tmp_path: Path) -> None:
-    task = scheduled(ALL[name])()
-    whole = ls.train(task, config(), run_dir=tmp_path / "whole", quiet=True)
-    expected = plain(ALL[name])
-    assert [lr for lr, _ in task.noted] == [lr for lr, _ in expected]
-    if name != "onecycle":  # its last step has no rate to go on with
-        assert [betas for _, betas in task.noted] == [betas for _, betas in expected]
-    parts = []
-    for stop in (5, 11, None):
-        task = scheduled(ALL[name])()
+    kind = scheduled(ALL[name])
+    whole = ls.train(kind(), config(), run_dir=tmp_path / "whole", quiet=True)
+    rates, betas = plain(ALL[name])
+    assert rates_of(tmp_path / "whole") == rates
+    assert len({*rates}) > 1
+    for stop in (5, 11, STEPS - 1, None):
+        task = kind()
         about = config(stop_at_step=stop)
-        last = ls.train(task, about, run_dir=tmp_path / "parts", quiet=True, resume=bool(parts))
-        parts += task.noted
-    assert [lr for lr, _ in parts] == [lr for lr, _ in expected]
+        last = ls.train(task, about, run_dir=tmp_path / "parts", quiet=True, resume=stop != 5)
+        if stop == STEPS - 1:
+            assert task.optimizer.param_groups[0]["betas"] == betas
+    assert rates_of(tmp_path / "parts") == rates
     assert last.params_sha256 == whole.params_sha256
 
 
@@ -124,28 +124,26 @@ def test_plateau_goes_by_evaluations(tmp_path: Path) -> None:
     def make(optimizer: Any) -> Any:
         return ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.5)
 
-    class Mine(scheduled(make)):  # type: ignore[misc]
-        pass
-
-    task = Mine()
+    mine = scheduled(make)
     about = config(eval_every=2)
-    whole = ls.train(task, about, run_dir=tmp_path / "whole", quiet=True)
-    events = [json.loads(line) for line in (tmp_path / "whole" / "events.jsonl").open()]
-    losses = [e["metrics"]["loss"] for e in events if e.get("event") == "Evaluated"]
+    whole = ls.train(mine(), about, run_dir=tmp_path / "whole", quiet=True)
+    losses = [event["metrics"]["loss"] for event in events_of(tmp_path / "whole", "Evaluated")]
     optimizer = optim.SGD([torch.zeros(1)], lr=0.1)
     plateau, expected = make(optimizer), []
     for step in range(1, STEPS + 1):
         expected.append(optimizer.param_groups[0]["lr"])
         if step % 2 == 0:
             plateau.step(losses[step // 2 - 1])
-    assert [lr for lr, _ in task.noted] == expected
+    assert rates_of(tmp_path / "whole") == expected
     assert len({*expected}) > 2
-    ls.train(Mine(), config(eval_every=2, stop_at_step=7), run_dir=tmp_path / "parts", quiet=True)
-    last = ls.train(Mine(), about, run_dir=tmp_path / "parts", quiet=True, resume=True)
+    ls.train(mine(), config(eval_every=2, stop_at_step=7), run_dir=tmp_path / "parts", quiet=True)
+    last = ls.train(mine(), about, run_dir=tmp_path / "parts", quiet=True, resume=True)
     assert last.params_sha256 == whole.params_sha256
-    longer = about.model_copy(update={"steps": STEPS + 8})
+    odd = config(eval_every=3)  # the evaluation after step 16 is there since it is the last step
+    ls.train(mine(), odd, run_dir=tmp_path / "odd", quiet=True)
+    longer = odd.model_copy(update={"steps": STEPS + 8})
     with pytest.raises(ConfigError, match="build_scheduler goes by evaluations"):
-        ls.train(Mine(), longer, run_dir=tmp_path / "whole", quiet=True, resume=True)
+        ls.train(mine(), longer, run_dir=tmp_path / "odd", quiet=True, resume=True)
 
 
 def by_hand(self: Any, model: Any, step: int) -> None:
@@ -159,7 +157,7 @@ def test_what_after_step_writes_counts_from_the_next_step_on(tmp_path: Path) -> 
     kind = scheduled(lambda optimizer: None, after_step=by_hand)
     task = kind()
     whole = ls.train(task, config(), run_dir=tmp_path / "whole", quiet=True)
-    assert [lr for lr, _ in task.noted] == [0.1] * 3 + [0.05] * (STEPS - 3)
+    assert rates_of(tmp_path / "whole") == [0.1] * 3 + [0.05] * (STEPS - 3)
     groups = task.optimizer.param_groups
     assert [(g["lr"], g["betas"], g["weight_decay"]) for g in groups] == [
         (0.05, (0.5, 0.9), 0.2),
@@ -178,7 +176,7 @@ def test_a_schedule_goes_on_from_a_rate_that_was_written(tmp_path: Path) -> None
     about = config(schedule={"name": "linear"})
     ls.train(task, about, run_dir=tmp_path / "run", quiet=True)
     expected = [0.1 * (1 - s / STEPS) * (1.0 if s < 3 else 0.5) for s in range(STEPS)]
-    assert [lr for lr, _ in task.noted] == pytest.approx(expected)
+    assert rates_of(tmp_path / "run") == pytest.approx(expected)
 
 
 def test_each_of_several_optimizers_has_its_own(tmp_path: Path) -> None:
@@ -222,14 +220,15 @@ def test_of_phases_each_is_stepped_in_its_own_steps(tmp_path: Path) -> None:
 
 
 def test_workers_of_local_steps_have_it(tmp_path: Path) -> None:
-    task = scheduled(lambda o: torchs.ExponentialLR(o, 0.5))()
+    class Mine(Scheduled):
+        make = staticmethod(lambda o: torchs.ExponentialLR(o, 0.5))
+
     about = config(local={"steps": 2})
-    whole = ls.train(task, about, run_dir=tmp_path / "whole", quiet=True)
-    assert [lr for lr, _ in task.noted] == [0.1 * 0.5**step for step in range(STEPS)]
-    kind = type(task)
+    whole = ls.train(Mine(), about, run_dir=tmp_path / "whole", quiet=True)
+    assert rates_of(tmp_path / "whole") == [0.1 * 0.5**step for step in range(STEPS)]
     stopped = config(local={"steps": 2}, stop_at_step=5)
-    ls.train(kind(), stopped, run_dir=tmp_path / "parts", quiet=True)
-    last = ls.train(kind(), about, run_dir=tmp_path / "parts", quiet=True, resume=True)
+    ls.train(Mine(), stopped, run_dir=tmp_path / "parts", quiet=True)
+    last = ls.train(Mine(), about, run_dir=tmp_path / "parts", quiet=True, resume=True)
     assert last.params_sha256 == whole.params_sha256
 
 
@@ -343,10 +342,10 @@ def test_a_rate_is_not_written_where_the_schedule_is_at_zero(tmp_path: Path) -> 
 
 
 def test_rates_are_not_changed_by_microbatches_nor_at_the_start(tmp_path: Path) -> None:
-    class InLoss(Scheduled):
+    class InLoss(Kept):
         def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
-            if len(self.noted) == 2:
-                self.optimizer.param_groups[0]["lr"] = 0.3
+            for group in self.optimizer.param_groups if self.optimizer.state else ():
+                group["lr"] = 0.3
             return super().loss(model, batch)
 
     with pytest.raises(TaskError, match="group 0: 'lr' was changed by a microbatch"):
@@ -356,7 +355,7 @@ def test_rates_are_not_changed_by_microbatches_nor_at_the_start(tmp_path: Path) 
         def on_start(self, run: Run) -> None:
             run.optimizer.param_groups[1]["weight_decay"] = 0.3
 
-    class Hooked(Scheduled):
+    class Hooked(Kept):
         def hooks(self) -> list[ls.Hook]:
             return [AtStart()]
 
@@ -376,7 +375,6 @@ def test_damaged_states_are_refused() -> None:
         (good | {"factors": [float("inf")]}, "must be a finite number"),
         (good | {"written": [{"gamma": 1}]}, "must be options of the group"),
         (good | {"written": [{"betas": {"odd": 1}}]}, "is no value of an option"),
-        (good | {"schedulers": {}}, "schedulers: has their state"),
     ]
     for damaged, message in damages:
         assert message in rates.problem(damaged)

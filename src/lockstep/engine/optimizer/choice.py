@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from inspect import Parameter, signature
 from typing import Any
 
 from torch import nn, optim
@@ -28,12 +29,26 @@ def is_elementwise(optimizer: optim.Optimizer) -> bool:
     """
     if isinstance(optimizer, NamedOptimizers):
         return all(map(is_elementwise, optimizer.by_name.values()))
+    if needs_closure(optimizer):
+        return False  # it compares losses, and moves all parameters by the same numbers
     declared = getattr(optimizer, "elementwise", None)
     if declared is None and (
         optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     ):
         return False  # hooks may look at whole parameters
     return type(optimizer) in ELEMENTWISE if declared is None else bool(declared)
+
+
+def needs_closure(optimizer: optim.Optimizer) -> bool:
+    """Whether its steps evaluate the loss again, by a closure.
+
+    Those do whose `step` takes one that is not optional, and those with `needs_closure = True`.
+    """
+    declared = getattr(optimizer, "needs_closure", None)
+    if declared is not None:
+        return bool(declared)
+    takes = signature(type(optimizer).step).parameters.get("closure")
+    return takes is not None and takes.default is Parameter.empty
 
 
 def is_step_replaced(optimizer: optim.Optimizer) -> bool:
@@ -152,7 +167,7 @@ def check_optimizer(optimizer: object, model: nn.Module, config: TrainConfig) ->
     """The optimizer, if it can work.
 
     Raises:
-        TaskError: it is not an optimizer, needs a closure, holds foreign parameters or some shards
+        TaskError: it is not an optimizer, holds foreign parameters or some shards
             of one, or has a learning-rate scheduler; so for each one, if there are several.
         ConfigError: it is to be sharded but is not element-wise.
     """
@@ -165,6 +180,7 @@ def check_optimizer(optimizer: object, model: nn.Module, config: TrainConfig) ->
     if isinstance(optimizer, NamedOptimizers):
         _check_shards(optimizer, model)
     _check_elementwise(optimizer, config)
+    _check_closure(optimizer, config)
     return optimizer
 
 
@@ -184,10 +200,6 @@ def _check_part(part: optim.Optimizer, known: Set[int], called: str) -> None:
     Raises:
         TaskError: naming it.
     """
-    if isinstance(part, optim.LBFGS):
-        raise TaskError(
-            f"build_optimizer: {called} needs a closure, which training steps do not have"
-        )
     if any(id(p) not in known for group in part.param_groups for p in group["params"]):
         raise TaskError(
             f"build_optimizer: the {called} holds parameters that are not the model's; build it "
@@ -249,6 +261,43 @@ def _check_elementwise(optimizer: optim.Optimizer, config: TrainConfig) -> None:
                 f"{key}={size}: {odd} is not known to be element-wise, so it cannot step a model "
                 f"that is shared out over several ranks; set {key}=1, or `elementwise = True` on "
                 "its class"
+            )
+
+
+def _check_closure(optimizer: optim.Optimizer, config: TrainConfig) -> None:
+    """Refuse an optimizer that evaluates the loss again where that cannot be.
+
+    Raises:
+        ConfigError: naming the key.
+        TaskError: it is one of several.
+    """
+    several = parts_of(optimizer)
+    searching = [_called(one, name) for name, one in several.items() if needs_closure(one)]
+    if not searching:
+        return
+    called = searching[0]
+    if len(several) > 1:
+        raise TaskError(
+            f"build_optimizer: {called} evaluates the loss again when it steps, which the other "
+            "optimizers would change too; return it alone"
+        )
+    keys = {
+        f"clip_norm={config.clip_norm}": (config.clip_norm is not None, "clip_norm=null"),
+        f"precision.dtype={config.precision.dtype}": (
+            config.precision.dtype == "fp16",
+            "another precision",
+        ),
+        f"compression.name={config.compression.name}": (
+            config.compression.name != "none",
+            "compression.name=none",
+        ),
+        f"local.steps={config.local.steps}": (config.local.steps > 1, "local.steps=1"),
+    }
+    for key, (is_set, instead) in keys.items():
+        if is_set:
+            raise ConfigError(
+                f"{key}: {called} evaluates the loss again when it steps, at parameters that it "
+                f"tries, where this does not apply; set {instead}"
             )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn, optim
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lockstep.engine.optimizer.choice import is_step_replaced
-from lockstep.engine.optimizer.optimizer_state import is_savable, to_json
+from lockstep.engine.optimizer.optimizer_state import are_tensors, is_savable, to_json
 from lockstep.errors import CheckpointError, TaskError, shared
 from lockstep.parallel.layout import Range
 
@@ -48,6 +48,8 @@ def check_savable(
         TaskError: naming the key.
     """
     name = type(optimizer).__name__
+    if are_tensors(value):
+        return
     if isinstance(value, Tensor) and value.dim() > 0 and is_savable(value):
         if is_flat and (value.shape, value.dtype) != (own.shape, own.dtype):
             raise TaskError(

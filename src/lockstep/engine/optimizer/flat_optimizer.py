@@ -7,7 +7,7 @@ slice of it that this rank owns, and give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from lockstep.engine.optimizer.optimizer_state import (
     TENSOR,
     OptimizerState,
     SharedState,
+    are_tensors,
     describe,
     from_json,
     home_of,
@@ -142,12 +143,17 @@ class FlatOptimizer:
                 for tensor, entry in zip(self._flat.tensors, self._flat.entries, strict=True)
             ]
 
-    def step(self, key: int = 0, phase: str = "") -> None:
+    def step(
+        self, key: int = 0, phase: str = "", closure: Callable[[], float] | None = None
+    ) -> None:
         """One optimizer step, with the learning rates that groups have.
 
         Args:
             key: seed of the random numbers that the step may draw.
             phase: the phase, where each has an optimizer of its own.
+            closure: evaluates the step's whole batch again, for an optimizer that needs it: puts
+                the mean gradient in memory, and returns the mean loss. If it raises an exception,
+                parameters and state are as before.
         """
         # For this step only: the next backward pass would add to a gradient that stays.
         for parameter, gradient in self._gradients:
@@ -155,7 +161,9 @@ class FlatOptimizer:
         if self.may_draw:
             seed_all(key)  # the same random numbers on every rank
         self._num_steps += 1
-        for optimizer in self._in_turn(phase):
+        if closure is not None:
+            self._search(closure, key)
+        for optimizer in self._in_turn(phase) if closure is None else ():
             self._step(optimizer)
         for parameter, _ in self._gradients:
             parameter.grad = None
@@ -175,16 +183,44 @@ class FlatOptimizer:
         """Those that step: that of a phase, or all."""
         return [self._parts[phase]] if phase in self._parts else [*self._parts.values()]
 
-    def _step(self, optimizer: optim.Optimizer) -> None:
+    def _step(self, optimizer: optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
         is_watched = self.may_draw and self._sharded
         before = global_state() if is_watched else None
         outside = self._outside(optimizer)
-        fast_steps.step(optimizer)
+        if closure is None:
+            fast_steps.step(optimizer)
+        else:
+            optimizer.step(closure)
         if outside and (now := self._outside(optimizer)) != outside:
             moved = [path for path in {**outside, **now} if outside.get(path) != now.get(path)]
             self._moved = f"{moved[0].rstrip('!')}: is changed by {type(optimizer).__name__}.step"
         if is_watched and global_state() != before:
             self._drawing = type(optimizer).__name__
+
+    def _search(self, closure: Callable[[], float], key: int) -> None:
+        """Step by a closure; undo everything if that is interrupted."""
+        assert not self.elementwise, "who needs a closure steps whole parameters"
+        parameters, state = [flat.clone() for flat in self._flat.flats], self.state()
+
+        def evaluate() -> Tensor:
+            self._flat.take_back()
+            value = closure()
+            for parameter, gradient in self._gradients:
+                parameter.grad = gradient
+            if self.may_draw:
+                seed_all(key)  # passes have drawn as often as this rank has microbatches
+            return torch.tensor(value, dtype=torch.float64, device=parameters[0].device)
+
+        try:
+            self._step(self._optimizer, evaluate)
+        except BaseException:
+            for parameter, _ in self._gradients:
+                parameter.grad = None
+            self._flat.take_back()
+            for flat, before in zip(self._flat.flats, parameters, strict=True):
+                flat.copy_(before)
+            self.load_state(state)
+            raise
 
     def _outside(self, optimizer: optim.Optimizer) -> dict[str, str]:
         """State of an optimizer's code beside its object, in some steps: globals and closures."""
@@ -252,8 +288,12 @@ class FlatOptimizer:
         """
         state = OptimizerState({}, {}, {}, {})
         for part, name, value in self._keepers.states(self._stepped):
-            kept = TENSOR
-            if not isinstance(value, Tensor) or value.dim() == 0:
+            kept: dict[str, Any] = TENSOR
+            if are_tensors(value):
+                kept = {"tensors": len(value)}
+                for index, tensor in enumerate(value):
+                    state.tensors[f"{name}.{index}/{part.owner}"] = tensor.detach().clone()
+            elif not isinstance(value, Tensor) or value.dim() == 0:
                 kept = to_json(value, part.tensor.device)
             elif self.elementwise and not tensors:
                 state.flats[name] = []
@@ -286,6 +326,10 @@ class FlatOptimizer:
     def _restored(
         self, state: OptimizerState, part: Stepped, name: str, key: str, value: Any
     ) -> Any:
+        match value:
+            case {"tensors": int(count)}:
+                names = [f"{name}.{index}/{part.owner}" for index in range(count)]
+                return [state.tensors[n].to(part.tensor.device, copy=True) for n in names]
         if value != TENSOR:
             group = self._optimizer.param_groups[part.group]
             return from_json(value, home_of(key, group, part.tensor.device))

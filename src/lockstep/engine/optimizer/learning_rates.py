@@ -97,9 +97,10 @@ class LearningRates:
     def applied(self) -> None:
         """Note that the optimizer has stepped with the rates that were set last."""
         self._factors = self._next
-        # As they are now: a rate that an optimizer writes when it steps counts for that step only,
-        # or a rank that steps no part of the group would go on with another one.
-        self._held = [_number(group["lr"]) for group in self._groups]
+        self._held = list(self._rates)
+        # A rate that an optimizer writes when it steps counts for that step only, or a rank that
+        # steps no part of the group would go on with another one.
+        self._set(self._held)
         if self._may_be_written:
             self._options = [_options(group) for group in self._groups]
 
@@ -227,7 +228,7 @@ class LearningRates:
         if problem:
             raise shared(CheckpointError(f"learning_rates: {problem}"))
         if self.schedulers:
-            self.schedulers.load_state_dict(saved["schedulers"])
+            self.schedulers.load_state_dict(saved.get("schedulers"))
         self._base, self._factors = list(saved["base"]), list(saved["factors"])
         self._next, self._held = self._factors, list(saved["lr"])
         for written, there in zip(self.written, saved["written"], strict=True):
@@ -258,8 +259,7 @@ class LearningRates:
                     from_json(value, torch.device("cpu"))
                 except (LockstepError, ArithmeticError, RuntimeError, TypeError, ValueError):
                     return f"written: {key}={shown(value)}: is no value of an option"
-        has, needs = "schedulers" in saved, bool(self.schedulers)
-        return "" if has == needs else f"schedulers: {'has' if has else 'lacks'} their state"
+        return ""
 
     def _numbers(self) -> Iterator[tuple[int, str, Any]]:
         """Group, name and value of each option that is a number."""

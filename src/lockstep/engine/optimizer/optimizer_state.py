@@ -73,6 +73,15 @@ def is_savable(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.dtype in DTYPES.values()
 
 
+def are_tensors(value: Any) -> bool:
+    """Whether a state of a parameter is a list of tensors that checkpoints hold one by one."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(v, Tensor) and v.dim() > 0 and is_savable(v) for v in value)
+    )
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """The key of `DTYPES`."""
     return str(dtype).removeprefix("torch.")

@@ -76,7 +76,14 @@ def check_optimizer_fits(snapshot: Snapshot, train_step: TrainStep, where: str) 
         wanted = {(key, name) for key, _ in saved for name in wholes}
     else:
         scalars = snapshot.meta["optimizer_scalars"]
-        wanted = {(k, n) for n, kept in scalars.items() for k, v in kept.items() if v == TENSOR}
+        kept_tensors = [(k, v, n) for n, kept in scalars.items() for k, v in kept.items()]
+        wanted = {(k, n) for k, v, n in kept_tensors if v == TENSOR}
+        wanted |= {
+            (f"{k}.{index}", n)
+            for k, v, n in kept_tensors
+            if isinstance(v, dict)
+            for index in range(v.get("tensors", 0) if v != TENSOR else 0)
+        }
     for key, name in [*saved, *wanted]:
         tensor = saved.get((key, name))
         if tensor is None or name not in wholes:

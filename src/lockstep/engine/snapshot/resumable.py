@@ -286,7 +286,7 @@ def _scalars_problem(scalars: Any) -> str:
     for owner, values in scalars.items():
         for key, value in values.items():
             place = f"optimizer_scalars.{shown(owner)}.{shown(key)}={shown(value)}"
-            if value != TENSOR and not _is_state(value):
+            if value != TENSOR and not _are_tensors(value) and not _is_state(value):
                 return f"{place}: is not a value of an optimizer's state"
     return ""
 
@@ -328,6 +328,14 @@ def _check_carry(snapshot: Snapshot, carries: DistributedCarries | None, where: 
             carries.check(snapshot.carry, snapshot.meta["carry"])
         except ValueError as error:
             raise CheckpointError(f"{where}: is damaged: carry: {error}") from None
+
+
+def _are_tensors(value: Any) -> bool:
+    """Whether it stands for a list of tensors, which the checkpoint has one by one."""
+    match value:
+        case {"tensors": int(count)}:
+            return len(value) == 1 and 0 < count < 1 << 20
+    return False
 
 
 def _is_state(value: Any) -> bool:

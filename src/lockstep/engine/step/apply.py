@@ -6,7 +6,7 @@ Nothing here communicates, so no loss can interrupt it: a rank has applied all o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lockstep.data.random import Stream, random_key
 from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer
@@ -52,8 +52,9 @@ class Apply:
         summed: Summed,
         norm: float,
         workspace: Workspace,
+        closure: Callable[[], float] | None = None,
     ) -> StepResult:
-        """Clip, step the optimizer, advance buffers; no communication.
+        """Clip, step the optimizer, advance buffers; no communication but that of a closure.
 
         Args:
             step: number of the step, from 0.
@@ -61,6 +62,8 @@ class Apply:
             summed: sums and headers of the step on all ranks.
             norm: norm of the mean gradient; not finite if fp16 skips the step.
             workspace: gradients and slices of this rank.
+            closure: evaluates the batch again, for an optimizer that needs it. Should it raise an
+                exception, nothing has changed.
         """
         weight = summed.scalars[1]
         self._settle(step, decays, norm)
@@ -76,7 +79,11 @@ class Apply:
             key = 0
             if self._flat_optimizer.may_draw:
                 key = random_key(self._config.seed, Stream.OPTIMIZER, step)
-            self._flat_optimizer.step(key, phase)
+            # Buffers advance by the step's first pass only, however often it is done again.
+            buffers = [sums.clone() for sums in workspace.buffer_sums] if closure else []
+            self._flat_optimizer.step(key, phase, closure)
+            for sums, first in zip(workspace.buffer_sums, buffers, strict=False):
+                sums.copy_(first)
             self._commit_buffers(weight, summed.headers, workspace)
         # Before the gather, which may leave arbitrary values here if it is interrupted.
         workspace.keep_aside()

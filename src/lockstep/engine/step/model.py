@@ -16,7 +16,7 @@ from lockstep.config import TrainConfig
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.engine.audit.constants import check_aliases
 from lockstep.engine.flat_tensors import FlatTensors
-from lockstep.engine.optimizer.choice import check_optimizer, default_optimizer
+from lockstep.engine.optimizer.choice import check_optimizer, default_optimizer, needs_closure
 from lockstep.engine.optimizer.schedulers import Schedulers, build_schedulers
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.passes.precision import keep_compiler_out
@@ -146,7 +146,32 @@ def built(
     optimizer = compute.phases.optimizer(task.build_optimizer(model))
     if optimizer is None:
         optimizer = default_optimizer(model, config)
-    return model, compute, check_optimizer(optimizer, model, config)
+    checked = check_optimizer(optimizer, model, config)
+    _check_closure_fits(task, model, checked)
+    return model, compute, checked
+
+
+def _check_closure_fits(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that evaluates the loss again, of a task that keeps more than parameters.
+
+    Raises:
+        TaskError: naming both.
+    """
+    if not needs_closure(optimizer):
+        return
+    has = ""
+    if has_carry(task):
+        has = "a carry"
+    elif tables_of(model):
+        has = "a SparseEmbedding"
+    elif task.phases():
+        has = "phases"
+    if has:
+        raise TaskError(
+            f"build_optimizer: {type(optimizer).__name__} evaluates the loss again when it steps, "
+            f"and {type(task).__name__} has {has}, which moves on once a step; return another "
+            "optimizer"
+        )
 
 
 def attached_schedulers(

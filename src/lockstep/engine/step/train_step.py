@@ -8,6 +8,7 @@ all ranks have what they need to apply it: once one has applied it, all others c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from lockstep.engine.audit.constants import Constants
 from lockstep.engine.audit.pass_state import PassState
 from lockstep.engine.carry.distributed_carries import distributed_carries
 from lockstep.engine.flat_tensors import FlatTensors
+from lockstep.engine.optimizer.choice import needs_closure
 from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer
 from lockstep.engine.optimizer.learning_rates import LearningRates, unequal_settings
 from lockstep.engine.optimizer.optimizer_state import OptimizerState
@@ -34,6 +36,7 @@ from lockstep.engine.runtime import Raised, Runtime
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.step.apply import Apply
 from lockstep.engine.step.model import SlicedParameters
+from lockstep.engine.step.reevaluation import Reevaluation
 from lockstep.engine.step.step_audit import StepAudit
 from lockstep.engine.step.sums import Header, StepResult, StepSums, Summed, num_values
 from lockstep.engine.step.workspace import Workspace
@@ -134,6 +137,9 @@ class TrainStep:
             scheduled, fixed, self.schedule.factors, schedulers, task_state.may_change_optimizer
         )
         self.flat_optimizer.leave_out(self.rates.written[-len(self.flat_optimizer.groups) :])
+        self._again: Reevaluation | None = None
+        if needs_closure(optimizer):
+            self._again = Reevaluation(parts, self._passes, self._sums)
         self._apply = Apply(parts, self.flat_optimizer, self.rates)
 
     def run(self, step: int, decays: int, batches: Iterator[Any]) -> StepResult:
@@ -150,9 +156,12 @@ class TrainStep:
             StepRepeated: the step is to be done again, on every rank, since its passes have changed
                 state; nothing was applied.
         """
-        watch = self.watch
+        watch, closure = self.watch, None
         watch.start()
         self._begin(step)
+        if self._again is not None:
+            batches = self._again.keep(batches)
+            closure = partial(self._again.run, step, self.workspace)
         if self.tables is not None:
             batches = self._passes.look_up(step, self.workspace.microbatches, batches)
         error = self._compute(step, decays, batches)
@@ -161,7 +170,7 @@ class TrainStep:
         self._share(step, summed)
         norm = self._sums.norm(step, summed.scalars[1], self.workspace, self.flat)
         self._runtime.at("optimizer", step)
-        result = self._apply.step(step, decays, summed, norm, self.workspace)
+        result = self._apply.step(step, decays, summed, norm, self.workspace, closure)
         if self.sharded:
             self._runtime.at("gather", step)
             watch.compute_s += watch.lap()
