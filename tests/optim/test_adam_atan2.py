@@ -152,7 +152,7 @@ def test_the_engine_steps_it_in_slices_and_restores_its_state() -> None:
             if position < 2 or number >= 3:
                 torch.manual_seed(number)
                 gradients[0].copy_(torch.randn_like(gradients[0]))
-                optimizer.step(0.5)
+                optimizer.step()
                 optimizer.check_state()
     for model in models[1:]:
         for own, other in zip(model.parameters(), models[0].parameters(), strict=True):

@@ -15,6 +15,8 @@ from lockstep.data.loader import BatchSource
 from lockstep.data.sampler import BatchLayout
 from lockstep.engine.audit.constants import Constants
 from lockstep.engine.audit.pass_state import PassState
+from lockstep.engine.audit.reachable import optimizers_in
+from lockstep.engine.audit.saved_state import kept_by
 from lockstep.engine.digests import Rounding, model_digest, rounding_of
 from lockstep.engine.evaluation.batches import (
     evaluated_splits,
@@ -214,6 +216,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         sampler.order_digest,
         agreed,
     )
+    pass_state.optimizers = kept_by(optimizers_in(optimizer).values())
     rounding = on_all(lambda: rounding_of(config.precision.dtype, runtime.device))
     if config.strict:
         facts["how the machine rounds (strict)"] = rounding.digest

@@ -268,3 +268,61 @@ class NaturalGradient(Optimizer):
         metric.diagonal().add_(group["damping"])
         solved = torch.cholesky_solve(parameter.grad.reshape(-1, 1), torch.linalg.cholesky(metric))
         parameter.sub_(solved.view_as(parameter), alpha=group["lr"])
+
+
+class SAM(Optimizer):
+    """Steps by the gradient at the worst point nearby, which prefers flat minima.
+
+    Foret et al. 2021, "Sharpness-Aware Minimization" (arXiv:2010.01412), equations 2 and 3: the
+    gradient is taken at p + ρ g / |g|, and another optimizer steps p by it. `adaptive` scales the
+    distance by each element's size (Kwon et al. 2021, arXiv:2102.11600, equation 9).
+
+    Args:
+        params: parameters, or groups of them, which may have a `rho` of their own.
+        base: the optimizer that steps, made of the groups: `lambda groups: SGD(groups, lr=0.1)`.
+        rho: the distance ρ, above 0.
+        adaptive: whether the distance is relative to the size of elements.
+
+    Raises:
+        ConfigError: `rho` is out of range.
+    """
+
+    needs_closure = True
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        base: Callable[[list[dict[str, Any]]], Optimizer],
+        rho: float = 0.05,
+        adaptive: bool = False,
+    ) -> None:
+        super().__init__(params, {"rho": rho, "adaptive": adaptive})
+        wrong = next((g["rho"] for g in self.param_groups if not 0 < g["rho"] < math.inf), None)
+        if wrong is not None:
+            raise ConfigError(f"SAM: rho={wrong}: must be a finite number above 0")
+        self.base = base(self.param_groups)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+        """Step once; gradients at the present parameters are there.
+
+        Args:
+            closure: computes loss and gradients at the parameters that it finds.
+
+        Returns:
+            The loss at the worst point nearby.
+        """
+        groups = [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        scaled = [p.grad * p.abs() if g["adaptive"] else p.grad for p, g in groups]
+        norm = torch.nn.utils.get_total_norm(scaled) + 1e-12
+        before = [p.clone() for p, _ in groups]
+        for (p, group), scale in zip(groups, scaled, strict=True):
+            p.add_(
+                scale * p.abs() if group["adaptive"] else scale, alpha=float(group["rho"] / norm)
+            )
+        loss = closure()
+        for (p, _), own in zip(groups, before, strict=True):
+            p.copy_(own)
+        self.base.step()
+        return loss

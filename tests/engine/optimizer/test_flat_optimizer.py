@@ -469,13 +469,12 @@ def test_elementwise_optimizers_are_known_or_declared() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda m: optim.LBFGS(m.parameters()), "LBFGS needs a closure"),
         (lambda m: optim.SGD(Net().parameters()), "the SGD holds parameters that are not"),
         (lambda m: optim.SGD([*m.parameters(), torch.zeros(1)]), "the SGD holds parameters that"),
         (lambda m: m, r"must return a torch\.optim\.Optimizer, not a Net"),
         (lambda m: 3, r"must return a torch\.optim\.Optimizer, not a int"),
     ],
-    ids=["lbfgs", "other_model", "one_foreign", "module", "number"],
+    ids=["other_model", "one_foreign", "module", "number"],
 )
 def test_an_unusable_optimizer_is_refused(make: Callable[[Net], Any], message: str) -> None:
     model = Net()

@@ -354,7 +354,7 @@ def scheduled(model: Any) -> Made:
             lambda m: {"head": optim.SGD(nn.Linear(2, 2).parameters(), 0.1)},
             "the SGD of 'head' holds parameters that are not the model's",
         ),
-        (lambda m: {"head": optim.LBFGS(both(m))}, "LBFGS of 'head' needs a closure"),
+        (lambda m: {"head": optim.LBFGS(both(m))}, "LBFGS of 'head' evaluates the loss again"),
         (scheduled, "scheduler is attached to the SGD of 'head'"),
     ],
 )

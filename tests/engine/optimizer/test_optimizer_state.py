@@ -500,7 +500,7 @@ def test_an_inner_optimizer_steps_what_the_outer_one_has() -> None:
 def test_the_schedule_reaches_the_groups_of_inner_optimizers() -> None:
     parts = parts_of(Two)
     rates = parts.train_step.rates
-    rates._factors_at = lambda step, decays: [0.5] * 3
+    rates._factors_at = lambda step, decays: [0.5] * 2
     rates.begin(0, 0)
     inner = parts.train_step.flat_optimizer._optimizer.rest[0]  # type: ignore[attr-defined]
     assert inner.param_groups[0]["lr"] == 0.025

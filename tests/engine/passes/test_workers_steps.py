@@ -75,7 +75,7 @@ def test_a_worker_steps_as_a_plain_loop_does(name: str, clip_norm: float | None)
     state = None
     for exchange in range(3):
         inputs, targets = batch_of(exchange)
-        local.factors = [0.5**exchange]
+        local.optimizer.param_groups[0]["lr"] = 0.05 * 0.5**exchange
         loss, found, state = come(local, model, task, (inputs, targets), state)
         optimizer.param_groups[0]["lr"] = 0.05 * 0.5**exchange
         with torch.no_grad():

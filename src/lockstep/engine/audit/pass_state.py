@@ -52,6 +52,8 @@ class PassState:
         guard: notices attributes that one pass sets and another one reads.
         free: paths of values that passes change, such as caches, on which no result depends.
         caches: those of them that can be cleared for a while.
+        optimizers: state and groups of optimizers, of which ranks may have parts. A task that
+            refers to its optimizer reaches them.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class PassState:
         self._kinds = {type(root): None for root in self._roots.values()}
         self.guard = AttributeGuard()
         self.free: set[str] = set()
+        self.optimizers: Sequence[object] = ()
         self.caches = Caches(self._kinds)
         self._at_start: dict[str, str] | None = None
         self._seed = seed
@@ -111,7 +114,7 @@ class PassState:
     def note_start(self) -> None:
         """Keep the state before the first step of this process, to compare with."""
         if self._at_start is None:
-            self._at_start = self.state()
+            self._at_start = self.state(without=self.optimizers)
 
     def compare(self, transport: Transport, step: int, is_model_whole: bool) -> list[str]:
         """Make sure that the state is the same on all ranks; a collective.
@@ -131,7 +134,7 @@ class PassState:
         """
         own = {
             path: text
-            for path, text in self.state().items()
+            for path, text in self.state(without=self.optimizers).items()
             if is_model_whole or not path.startswith(("model.", "model["))
         }
         digest = hashlib.sha256(repr(sorted(own.items())).encode()).hexdigest()
@@ -163,17 +166,20 @@ class PassState:
         """Whether the task says of a path that no result depends on it."""
         return is_scratch(self._task, path)
 
-    def state(self, is_quick: bool = True, with_environment: bool = False) -> dict[str, str]:
+    def state(
+        self, is_quick: bool = True, with_environment: bool = False, without: Sequence[object] = ()
+    ) -> dict[str, str]:
         """A text for everything, by path, except for what no result depends on.
 
         Args:
             is_quick: whether to look at fewer elements of large tensors and arrays.
             with_environment: whether to look at environment variables, which ranks have of their
                 own.
+            without: objects that are left out.
         """
         began = perf_counter()
         most_bytes = _QUICK_BYTES if is_quick else MOST_BYTES
-        texts = hidden_state(self._all_roots(), self._streams, most_bytes)
+        texts = hidden_state(self._all_roots(), [*self._streams, *without], most_bytes)
         if with_environment:
             texts |= {f"os.environ[{name!r}]": value for name, value in os.environ.items()}
         known = [*self.free, *self.guard.paths]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn, optim
 
@@ -37,7 +37,7 @@ class SavedState:
         # Separately, since a dataset may be reached from the task too.
         inside = hidden_state({"dataset('train')": self._loader.dataset})
         # The optimizer's own state is saved, also where the task refers to the optimizer.
-        saved = [v for o in self._optimizers for v in (o.state, o.param_groups, *o.param_groups)]
+        saved = kept_by(self._optimizers)
         roots = {"task": self._state.task, "model": self._model} | _saved_hooks(self._state)
         return hidden_state(roots, saved) | inside
 
@@ -118,6 +118,11 @@ class SavedState:
                 )
         state.restore(tensors, values)
         return hidden_state({"task": fresh} | _saved_hooks(state))
+
+
+def kept_by(optimizers: Iterable[optim.Optimizer]) -> list[object]:
+    """State and groups of optimizers, which checkpoints hold."""
+    return [v for o in optimizers for v in (o.state, o.param_groups, *o.param_groups)]
 
 
 def _saved_hooks(state: TaskState) -> dict[str, object]:

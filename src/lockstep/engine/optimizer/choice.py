@@ -29,6 +29,8 @@ def is_elementwise(optimizer: optim.Optimizer) -> bool:
     """
     if isinstance(optimizer, NamedOptimizers):
         return all(map(is_elementwise, optimizer.by_name.values()))
+    if has_modes(optimizer):
+        return False  # it moves all parameters when it is to be evaluated
     if needs_closure(optimizer):
         return False  # it compares losses, and moves all parameters by the same numbers
     declared = getattr(optimizer, "elementwise", None)
@@ -49,6 +51,11 @@ def needs_closure(optimizer: optim.Optimizer) -> bool:
         return bool(declared)
     takes = signature(type(optimizer).step).parameters.get("closure")
     return takes is not None and takes.default is Parameter.empty
+
+
+def has_modes(optimizer: optim.Optimizer) -> bool:
+    """Whether it has parameters of other values to be evaluated than to be trained."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
 def is_step_replaced(optimizer: optim.Optimizer) -> bool:
@@ -276,10 +283,10 @@ def _check_closure(optimizer: optim.Optimizer, config: TrainConfig) -> None:
     if not searching:
         return
     called = searching[0]
-    if len(several) > 1:
+    if isinstance(optimizer, NamedOptimizers):
         raise TaskError(
-            f"build_optimizer: {called} evaluates the loss again when it steps, which the other "
-            "optimizers would change too; return it alone"
+            f"build_optimizer: {called} evaluates the loss again when it steps, at parameters that "
+            "other optimizers would have stepped; return it alone, without a name"
         )
     keys = {
         f"clip_norm={config.clip_norm}": (config.clip_norm is not None, "clip_norm=null"),

@@ -7,7 +7,8 @@ slice of it that this rank owns, and give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from lockstep.engine.flat_tensors import FlatTensors, Slice, storages
 from lockstep.engine.optimizer import fast_steps
 from lockstep.engine.optimizer.choice import (
     NamedOptimizers,
+    has_modes,
     is_elementwise,
     may_draw,
     own_groups,
@@ -39,6 +41,8 @@ from lockstep.engine.optimizer.optimizer_state import (
 from lockstep.errors import ConfigError, TaskError
 from lockstep.parallel.layout import Range, is_in, within
 
+_TRAINED = "trained"
+"""Key of the parameters that are trained, where others are evaluated and kept."""
 _FUSED_ON_CPU = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
 
 
@@ -93,9 +97,12 @@ class FlatOptimizer:
         ]
         self._gradients: list[tuple[Tensor, Tensor]] = []
         self._written: dict[int, Mapping[str, Any]] = {}
+        self._modal = [inner for inner in self._optimizers.values() if has_modes(inner)]
         if self.elementwise:
             self.own(slices)
         self.bind(slices)
+        for inner in self._modal:
+            inner.train()  # type: ignore[attr-defined]
 
     def leave_out(self, written: Sequence[Mapping[str, Any]]) -> None:
         """Keep no options that others write between steps, and who writes them keeps.
@@ -104,6 +111,36 @@ class FlatOptimizer:
             written: names of these options, for each of `groups`.
         """
         self._written = {id(g): names for g, names in zip(self.groups, written, strict=True)}
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Have parameters as they are to be evaluated and kept, within it.
+
+        Of most optimizers they are those that are trained. Schedule-free ones train others, and
+        have a mode for each.
+        """
+        if not self._modal:
+            yield
+            return
+        trained = [flat.clone() for flat in self._flat.flats]
+        for inner in self._modal:
+            inner.eval()  # type: ignore[attr-defined]
+        self._flat.take_back()
+        try:
+            yield
+        finally:
+            for inner in self._modal:
+                inner.train()  # type: ignore[attr-defined]
+            self._flat.take_back()
+            # Going back by a formula would round.
+            for flat, own in zip(self._flat.flats, trained, strict=True):
+                flat.copy_(own)
+
+    def end(self) -> None:
+        """Have parameters as they are to be kept, from now on."""
+        for inner in self._modal:
+            inner.eval()  # type: ignore[attr-defined]
+        self._flat.take_back()
 
     def own(self, slices: Sequence[Sequence[Slice]]) -> None:
         """Step these parameters from now on; an optimizer's state is then lost.
@@ -204,7 +241,8 @@ class FlatOptimizer:
 
         def evaluate() -> Tensor:
             self._flat.take_back()
-            value = closure()
+            with torch.enable_grad():  # an optimizer's own step records no graph
+                value = closure()
             for parameter, gradient in self._gradients:
                 parameter.grad = gradient
             if self.may_draw:
@@ -304,6 +342,9 @@ class FlatOptimizer:
             else:
                 state.tensors[f"{name}/{part.owner}"] = value.detach().clone()
             state.scalars.setdefault(part.owner, {})[name] = kept
+        for part in self._stepped if self._modal else ():
+            state.tensors[f"{_TRAINED}/{part.owner}"] = part.tensor.detach().clone()
+            state.scalars.setdefault(part.owner, {})[_TRAINED] = TENSOR
         state.shared.update({path: own.values(self._written) for path, own in self._shared.items()})
         return state
 
@@ -320,6 +361,9 @@ class FlatOptimizer:
             own.load(state.shared.get(path, {}))
         for part in self._stepped:
             for name, value in state.kept_for(part.owner).items():
+                if name == _TRAINED and self._modal:
+                    part.tensor.data.copy_(state.tensors[f"{name}/{part.owner}"])
+                    continue
                 inner, key = self._keepers.find(part, name)
                 inner.state[part.tensor][key] = self._restored(state, part, name, key, value)
 

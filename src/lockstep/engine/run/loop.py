@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -237,7 +238,10 @@ class Trainer:
                 parts.placement,
                 parts.train_step.tables,
             )
-            scores[name] = self._evaluation_audit.run(name, evaluate)
+            # Parameters of another step are those that were kept, so they are as they should be.
+            is_own = model_step is None
+            with parts.train_step.flat_optimizer.evaluating() if is_own else nullcontext():
+                scores[name] = self._evaluation_audit.run(name, evaluate)
             seconds[name] = perf_counter() - started
         self._state.commit_evaluation(scores, seconds, model_step)
 
@@ -301,6 +305,7 @@ class Trainer:
         tests = [name for name in parts.evaluations if not is_validation(name)]
         if progress.finished and tests:
             self._test(tests)
+        parts.train_step.flat_optimizer.end()
         carries, tables = parts.train_step.carries, parts.train_step.tables
         finished = Finished(
             step=progress.step,

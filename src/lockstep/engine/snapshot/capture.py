@@ -57,7 +57,11 @@ def capture(
         carries: what all microbatches carry; None if they carry nothing.
     """
     task, values = train_step.task_state.capture()
-    tensors = whole.model if whole else _copied(own_tensors(train_step))
+    if whole:
+        tensors = whole.model
+    else:
+        with train_step.flat_optimizer.evaluating():
+            tensors = _copied(own_tensors(train_step))
     buffers = _copied(train_step.state.unsaved)
     carry: dict[str, Tensor] = {}
     if carries is not None:
