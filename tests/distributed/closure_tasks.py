@@ -82,7 +82,7 @@ class Cycled(Everything):
         return self.optimizer
 
     def build_scheduler(self, optimizer):
-        return lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=20)
+        return lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=200)
 
     def after_step(self, model, step):
         if step == 3:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,19 @@ from tests.distributed.tasks import Everything, EverythingConfig
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from lockstep.comm.transport import LocalTransport
 from lockstep.config import OptimizerConfig, TrainConfig
+from lockstep.engine.assembly import Parts, assemble
+from lockstep.engine.checkpoint.checkpointer import Checkpointer
+from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.optimizer.choice import ELEMENTWISE
+from lockstep.engine.runtime import Runtime
 from lockstep.engine.snapshot.resumable import _is_state
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import CheckpointError
 from lockstep.launching.api import Result, Session, run
 
+HOME = torch.device("cpu")
 CONFIG = EverythingConfig(steps=4, eval_every=2, batch_size=12, num_microbatches=2, threads=1)
 
 
@@ -69,9 +75,20 @@ def set_to(*path: str, value: Any) -> Callable[[dict[str, Any]], object]:
     return change
 
 
+@cache
+def built(kind: object) -> tuple[Runtime, Parts]:
+    """All parts of a run, once for each `after_step` that `Everything` has."""
+    runtime = Runtime(LocalTransport(), HOME, 0, "python", 0, lambda _: None, lambda: None)
+    return runtime, assemble(Everything(CONFIG), CONFIG, runtime)
+
+
 def refusal(folder: Path) -> str:
+    """What a resumed run says of its only checkpoint, after which it ends."""
+    runtime, parts = built(Everything.after_step)
+    directory = RunDirectory(folder.parents[1])
+    checkpointer = Checkpointer(CONFIG, runtime, parts, directory, lambda _: None)
     with pytest.raises(CheckpointError) as caught:
-        trained(folder.parents[1], resume=True)
+        checkpointer.resume()
     message = str(caught.value)
     assert str(folder) in message
     return message
