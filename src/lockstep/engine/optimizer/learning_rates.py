@@ -78,8 +78,7 @@ class LearningRates:
         """
         self.check()
         self._next = [*self._factors_at(step, decays), *([1.0] * self._num_fixed)]
-        self._set([base * f for base, f in zip(self._base, self._next, strict=True)])
-        self._rates = [_number(group["lr"]) for group in self._groups]
+        self._rates = self._set([base * f for base, f in zip(self._base, self._next, strict=True)])
 
     def check_passes(self) -> None:
         """Refuse rates that microbatches have changed: other ranks compute other ones.
@@ -88,7 +87,7 @@ class LearningRates:
             TaskError: naming the group.
         """
         for index, (group, rate) in enumerate(zip(self._groups, self._rates, strict=True)):
-            if _number(group["lr"]) != rate:
+            if group["lr"] is not rate and _number(group["lr"]) != rate:
                 raise TaskError(
                     f"the optimizer's group {index}: 'lr' was changed by a microbatch; change it "
                     "in Task.after_step, or by Task.build_scheduler"
@@ -97,10 +96,9 @@ class LearningRates:
     def applied(self) -> None:
         """Note that the optimizer has stepped with the rates that were set last."""
         self._factors = self._next
-        self._held = list(self._rates)
         # A rate that an optimizer writes when it steps counts for that step only, or a rank that
         # steps no part of the group would go on with another one.
-        self._set(self._held)
+        self._held = self._set(self._rates)
         if self._may_be_written:
             self._options = [_options(group) for group in self._groups]
 
@@ -148,7 +146,7 @@ class LearningRates:
     def _take_over_rates(self) -> None:
         for index, (group, held) in enumerate(zip(self._groups, self._held, strict=True)):
             written, factor = group["lr"], self._factors[index]
-            if written is held or _is_same(written, held):
+            if written is held or _is_same(_number(written), held):
                 continue
             where = f"the optimizer's group {index}: 'lr' was set to {shown(written)}"
             if not _is_rate(written):
@@ -269,12 +267,15 @@ class LearningRates:
                 if key != "lr" and type(value) in _NUMBERS:
                     yield index, key, value
 
-    def _set(self, rates: Sequence[float]) -> None:
-        for group, rate in zip(self._groups, rates, strict=True):
+    def _set(self, rates: Sequence[float]) -> list[float]:
+        """Set the rates; returns what groups then have, which a tensor may have rounded."""
+        held = list(rates)
+        for index, (group, rate) in enumerate(zip(self._groups, rates, strict=True)):
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
+                held[index] = float(group["lr"].fill_(rate))
             else:
                 group["lr"] = rate
+        return held
 
     def _keep_error(self, action: Callable[[], None]) -> None:
         try:
