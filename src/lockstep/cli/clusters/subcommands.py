@@ -63,6 +63,38 @@ def slurm(
     command.slurm(target, overrides or [], job_file(job, given), run_dir, output, submit)
 
 
+def kubernetes(
+    target: Target,
+    overrides: Overrides = None,
+    image: Annotated[
+        str, typer.Option("--image", help="Container image with Lockstep in it.")
+    ] = "",
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Pods, of a rank each.")] = 2,
+    name: Annotated[str, typer.Option("--name", help="Of the Job; the target's if left out.")] = "",
+    namespace: Annotated[str | None, typer.Option("--namespace", help="Where to run.")] = None,
+    cpus: Annotated[int, typer.Option("--cpus", min=1, help="Cores of a pod.")] = 1,
+    memory: Annotated[str | None, typer.Option("--memory", help="Of a pod, such as 4Gi.")] = None,
+    gpus: Annotated[int, typer.Option("--gpus", min=0, help="GPUs of a pod.")] = 0,
+    claim: Annotated[
+        str | None,
+        typer.Option("--claim", help="PersistentVolumeClaim for run directories, of all pods."),
+    ] = None,
+    restarts: Annotated[
+        int, typer.Option("--restarts", min=0, help="How often each rank may fail.")
+    ] = 10,
+    grace: Annotated[
+        int, typer.Option("--grace", help="Seconds from SIGTERM to SIGKILL, for a checkpoint.")
+    ] = 60,
+    output: Annotated[Path | None, typer.Option("--output", help="The file to write.")] = None,
+) -> None:
+    """Write an Indexed Job for Kubernetes, whose pods are the ranks and go on after a loss."""
+    with ending_at_interrupt():
+        from lockstep.cli.clusters import kubernetes as command
+        from lockstep.launching.kubernetes import Pods
+    pods = Pods(name, image, ranks, namespace, cpus, memory, gpus, claim, restarts, grace)
+    command.kubernetes(target, overrides or [], pods, output)
+
+
 def doctor(
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="Ranks to start for tests.")] = 2,
     run_dir: RunDir = None,

@@ -92,6 +92,9 @@ def detect(env: Mapping[str, str]) -> Environment:
        and an interactive shell are no steps: a plain `python` there is one process.
     5. Plain **python**: one process.
 
+    A pod of an Indexed Job of Kubernetes (`JOB_COMPLETION_INDEX`) with a `WORLD_SIZE` has the rank
+    of its index, by the convention of 2.
+
     Where a `WORLD_SIZE` or `RANK` goes with 3 or 4 it must agree with what these say.
 
     Raises:
@@ -101,8 +104,19 @@ def detect(env: Mapping[str, str]) -> Environment:
         return _local(env)
     if "TORCHELASTIC_RUN_ID" in env:
         return _torchrun(env, "start with torchrun, or unset TORCHELASTIC_RUN_ID")
+    env = _indexed(env)
     inner = _mpi(env) or _slurm_step(env) or Environment()
     return _hand_made(env, inner) or inner
+
+
+def _indexed(env: Mapping[str, str]) -> Mapping[str, str]:
+    """The variables, with the `RANK` that the index of a pod stands for."""
+    if "JOB_COMPLETION_INDEX" not in env or "WORLD_SIZE" not in env or "RANK" in env:
+        return env
+    advice = "Kubernetes sets it in pods of an Indexed Job: unset it elsewhere"
+    size = _number(env, "WORLD_SIZE", "set it to the Job's completions", low=1)
+    rank = _number(env, "JOB_COMPLETION_INDEX", advice, below=size, limit="WORLD_SIZE")
+    return {**env, "RANK": str(rank)}
 
 
 def _local(env: Mapping[str, str]) -> Environment:
