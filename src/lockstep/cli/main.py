@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from lockstep.cli.clusters import subcommands as clusters
+from lockstep.cli.foreign_options import TakesItems, takes_items
 from lockstep.cli.look import subcommands as look
 from lockstep.cli.look.runs import app as runs
 from lockstep.cli.options import contributed, contributed_command, show_help, show_version
@@ -98,7 +99,8 @@ _COMMANDS: dict[str, dict[str, tuple[Callable[..., None], str]]] = {
 
 for _panel, _commands in _COMMANDS.items():
     for _name, (_command, _line) in _commands.items():
-        app.command(_name, rich_help_panel=_panel, short_help=_line)(_command)
+        _kind = TakesItems if takes_items(_command) else None
+        app.command(_name, cls=_kind, rich_help_panel=_panel, short_help=_line)(_command)
 app.add_typer(runs, name="runs", rich_help_panel="Look", help="List, compare, tag and remove runs.")
 
 _taken = {"runs", *(name for commands in _COMMANDS.values() for name in commands)}

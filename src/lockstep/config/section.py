@@ -25,10 +25,10 @@ _FOREIGN_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "log_every": ("logging_steps",),
         "lr": ("learning_rate",),
         "num_microbatches": ("accumulation_steps", "gradient_accumulation_steps"),
-        "optimizer.name": ("optim",),
+        "optimizer.name": ("optim", "optimizer"),
         "optimizer.weight_decay": ("wd",),
-        "precision.dtype": ("amp", "mixed_precision"),
-        "schedule.name": ("scheduler",),
+        "precision.dtype": ("amp", "mixed_precision", "precision"),
+        "schedule.name": ("lr_scheduler", "schedule", "scheduler"),
         "schedule.warmup_steps": ("warmup",),
         "seed": ("random_seed",),
         "steps": ("max_steps", "num_steps"),
@@ -48,12 +48,24 @@ def keys(kind: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 def unknown_key(kind: type[BaseModel], key: str) -> str:
     """The message that a config has no such key, with a similar one."""
-    nearest = _nearest(list(keys(kind)), key)
+    nearest = nearest_key(kind, key)
     return f"unknown key {shown(key)}" + (f"; did you mean {nearest}?" if nearest else "")
 
 
-def _nearest(known: list[str], key: str) -> str | None:
-    plain = key.lower().replace("-", "_")
+def plain_key(key: str) -> str:
+    """A key as Lockstep spells them."""
+    return key.lower().replace("-", "_")
+
+
+def nearest_key(kind: type[BaseModel], key: str, cutoff: float = 0.6) -> str | None:
+    """The key of a config class that is most like another spelling or name; None if none is.
+
+    Args:
+        kind: config class.
+        key: what was written.
+        cutoff: how like it a key must be, from 0 to 1, where neither name nor section says it.
+    """
+    known, plain = list(keys(kind)), plain_key(key)
     for own, others in _FOREIGN_NAMES.items():
         if plain in others and own in known:
             return own
@@ -63,7 +75,7 @@ def _nearest(known: list[str], key: str) -> str | None:
         return difflib.get_close_matches(plain, same, n=1, cutoff=0.0)[0]
     # A key is often given without its section.
     names = {k.rpartition(".")[2]: k for k in reversed(known)} | {k: k for k in known}
-    matches = difflib.get_close_matches(plain, names, n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(plain, names, n=1, cutoff=cutoff)
     return names[matches[0]] if matches else None
 
 

@@ -24,6 +24,7 @@ from lockstep.engine.task import Task, with_config
 from lockstep.engine.task.task import check_config
 from lockstep.errors import CheckpointError, LaunchError, LockstepError, RankFailure, TaskFailure
 from lockstep.launching.api import Result, Session, Stopped, claim, find_device, new_run_dir
+from lockstep.launching.api.session import check_names_run
 from lockstep.launching.api.training import restored
 from lockstep.launching.job.commands import local_command
 from lockstep.launching.job.ending import Ended
@@ -89,6 +90,7 @@ def launch(
     chosen = _check(task, num_ranks, launcher, replacements)
     config = task.config if config is None else config
     check_config(type(task), config)
+    check_names_run(run_dir, resume)
     config = settled(config, Path(run_dir) if resume and run_dir else None)
     task = with_config(task, config)
     if chosen == "local":  # mpirun may have several hosts

@@ -65,6 +65,11 @@ def train(
     """
     environment = detect(os.environ)
     given = Session.from_env()
+    if resume and run_dir is None and given is None:
+        raise ConfigError(
+            "--resume: names no run to go on with; add --run-dir RUN, or use `lockstep resume RUN` "
+            "(`lockstep runs` lists the runs)"
+        )
     if given is not None or environment.launcher != "python":
         if ranks is not None:
             raise LaunchError(f"-n {ranks}: this process is already a rank; leave out -n")

@@ -14,7 +14,7 @@ from torch import nn
 from lockstep.config import TrainConfig
 from lockstep.config.parsing import as_type, parse_object
 from lockstep.engine.task import Task
-from lockstep.errors import EnvironError, LockstepError
+from lockstep.errors import ConfigError, EnvironError, LockstepError
 
 SESSION = "LOCKSTEP_SESSION"
 """Environment variable by which a launcher passes a `Session` to its ranks, as JSON."""
@@ -81,6 +81,16 @@ class Session:
         The added folders come last, so they hide none of the modules that are found anyway.
         """
         sys.path.extend(folder for folder in self.search_path if folder not in sys.path)
+
+
+def check_names_run(run_dir: str | Path | None, resume: bool) -> None:
+    """Refuse to go on with a run that nobody names: it would be a new one.
+
+    Raises:
+        ConfigError: `run_dir` is missing.
+    """
+    if resume and run_dir is None:
+        raise ConfigError("resume=True: names no run to go on with; give its run_dir too")
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from lockstep.engine.step.model import build_model
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launching.api.rank import run
-from lockstep.launching.api.session import Result, Session
+from lockstep.launching.api.session import Result, Session, check_names_run
 from lockstep.launching.rank.process import tell
 from lockstep.launching.systems import Adopts
 from lockstep.launching.targets import make_task, task_class, trusted_target
@@ -69,7 +69,7 @@ def train(
         LockstepError: the task, the config or the data do not work, a rank was lost that the
             others cannot go on without, or another thread of this process trains.
     """
-    own = Session(str(run_dir) if run_dir else None, resume, quiet=quiet)
+    session = session_of(run_dir, resume, quiet)
     config = _starting(config or task.config, from_run, from_only)
     if not _training.acquire(blocking=False):
         raise ConfigError(
@@ -77,7 +77,7 @@ def train(
             "threads are of the whole process; train one after the other, or use lockstep.launch"
         )
     try:
-        return run(task, config, Session.from_env() or own)
+        return run(task, config, session)
     finally:
         _training.release()
 
@@ -114,6 +114,19 @@ def main(
         )
     except LockstepError as error:
         leave(error)
+
+
+def session_of(run_dir: str | Path | None, resume: bool, quiet: bool) -> Session:
+    """The request of the launcher that has started this process, or else of the caller.
+
+    Raises:
+        ConfigError: a run is to be resumed, and none is named.
+    """
+    given = Session.from_env()
+    if given is not None:
+        return given
+    check_names_run(run_dir, resume)
+    return Session(str(run_dir) if run_dir else None, resume, quiet=quiet)
 
 
 def _starting(config: TrainConfig, from_run: str | Path | None, only: Sequence[str]) -> TrainConfig:
