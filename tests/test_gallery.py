@@ -57,6 +57,7 @@ SIZES = {
         3,
     ),
     "memory": Small(("steps=6", "batch_size=8", "width=16", "num_eval=4", "eval_every=6"), 4),
+    "own_loop": Small(("epochs=2",), 30),
     "recommender": Small(
         ("steps=8", "num_clicks=2000", "num_users=100", "num_items=80", "width=4", "eval_every=4"),
         5,

@@ -45,10 +45,12 @@ if TYPE_CHECKING:
     from lockstep.engine.optimizer.schedule import lr_factor
     from lockstep.engine.optimizer.schedulers import Scheduler
     from lockstep.engine.reducer import Reducer
+    from lockstep.engine.run.own_loop import Step
     from lockstep.engine.task import Loss, Phase, Task
     from lockstep.errors import LockstepError
     from lockstep.launching.api import Result, Stopped, main, train
     from lockstep.launching.api.export import Exported, export
+    from lockstep.launching.api.own_loop import Steps, steps
     from lockstep.launching.api.training import Loaded, load
     from lockstep.launching.launch import launch
 
@@ -76,6 +78,8 @@ __all__ = [
     "ScheduleConfig",
     "Scheduler",
     "Shards",
+    "Step",
+    "Steps",
     "Stopped",
     "Task",
     "TrainConfig",
@@ -91,6 +95,7 @@ __all__ = [
     "numpy_generator",
     "quantum",
     "sketch",
+    "steps",
     "train",
 ]
 

@@ -228,6 +228,19 @@ def runs() -> None:
     assert_type(finished.metrics["val/loss"], float)
 
 
+def loops() -> None:
+    steps = ls.steps(Full(MyConfig(width=4)), run_dir=Path("runs") / "loop", quiet=True)
+    assert_type(steps, ls.Steps)
+    for step in steps:
+        assert_type(step, ls.Step)
+        assert_type(step.number, int)
+        assert_type(step.metrics["loss"], float)
+        assert_type(step.evaluated, dict[str, float])
+        assert_type(step.model, nn.Module)
+        step.stop("enough")
+    assert_type(steps.result, ls.Result)
+
+
 def loads() -> None:
     try:
         loaded = ls.load("runs/full", "best", device="cpu")

@@ -30,6 +30,12 @@ MAY_LOG = ("on_start", "after_step", "after_evaluation", "on_end")
 _CALLED_BY_SOME = ("on_start", "after_checkpoint")
 """Methods that not all ranks call at once: ranks may join later, and rank 0 writes checkpoints."""
 
+_BODY = "the body of the loop over lockstep.steps"
+_NOT_IN_BODY = (
+    f"{_BODY}: calls the model, whose shards are on several ranks (mesh.tp), and the run could not "
+    "go on if one of them died meanwhile; compute it in Task.evaluate, or set mesh.tp=1"
+)
+
 
 class Hooks:
     """Calls `Task.after_step` and the hooks, each as soon as its moment is committed.
@@ -136,12 +142,45 @@ class Hooks:
         """
         if not self._hooks and not self._has_after_step:
             return
-        error, reasons = shared_texts(self._runtime.transport, self._error, self._ended)
-        if error is None and len({*reasons}) > 1:
-            error = shared(_ended_by_some(reasons))
+        reasons = self.agree(self._ended)
+        if len({*reasons}) > 1:
+            self.has_failed = True
+            raise shared(_ended_by_some(reasons))
+
+    def agree(self, text: str) -> list[str]:
+        """The texts of all ranks, by rank; a collective.
+
+        Raises:
+            LockstepError: a hook, or the body of a loop, has raised an exception on some rank; on
+                all ranks.
+        """
+        error, texts = shared_texts(self._runtime.transport, self._error, text)
         if error is not None:
             self.has_failed = True
             raise error
+        return texts
+
+    @contextmanager
+    def around_body(self, step: int) -> Iterator[None]:
+        """The context of the body of a user's own loop, which may change as little as a hook may.
+
+        Args:
+            step: number of optimizer steps that have been done.
+        """
+        why = _NOT_IN_BODY if self._parts.placement.mesh.tp > 1 else ""
+        seed_all(random_key(self._seed, Stream.HOOK, step, len(self._hooks)))
+        with self._changes_kept(_BODY, is_check_due(step)):
+            self._constants.mark(step)
+            rates = self._parts.train_step.rates
+            values = rates.values()
+            modes = modes_kept(self._parts.model, _BODY)
+            logs = self._logbook.opened(step)
+            with modes, logs, self._closed(why):
+                yield
+            self._constants.check(_BODY, changed_by_body)
+            if changed := rates.changed(values):
+                raise TaskError(f"{_BODY}: {changed_by_body(changed)}")
+        self._runtime.heartbeat.beat()
 
     def check_saved(self) -> None:
         """Make sure that what the task and its hooks have changed can be saved; a collective.
@@ -186,10 +225,21 @@ class Hooks:
             is_checked: whether to compare their changes with what a checkpoint would restore.
             before: function that is called first, likewise.
         """
-        state = self._saved.state() if is_checked else {}
-        try:
+        with self._changes_kept(name, is_checked):
             before()
             self._each(name, hooks, *arguments)
+
+    @contextmanager
+    def _changes_kept(self, name: str, is_checked: bool) -> Iterator[None]:
+        """Keep an exception of user code that runs within it, and restore the engine's own state.
+
+        Args:
+            name: what the code is called in messages.
+            is_checked: whether to compare its changes with what a checkpoint would restore.
+        """
+        state = self._saved.state() if is_checked else {}
+        try:
+            yield
             self._parts.train_step.flat.take_back()
             self._parts.train_step.rates.take_over()
             if is_checked:
@@ -239,19 +289,30 @@ class Hooks:
 
         Otherwise this rank would wait for other ranks' shards, and they for its next message.
         """
-        placement, region = self._parts.placement, region_of(self._parts.model)
+        placement = self._parts.placement
         is_alone = hook.first_only or name in _CALLED_BY_SOME
         is_spare = placement.replica_number == len(placement.mesh.replicas)
-        if region is None or placement.mesh.tp == 1 or not (is_alone or is_spare):
+        if placement.mesh.tp == 1 or not (is_alone or is_spare):
             yield
             return
         who = "runs on some ranks only" if is_alone else "runs on a spare rank too, with no replica"
-        region.axis.closed = (
+        why = (
             f"{type(hook).__name__}.{name}: calls the model, whose shards are on several ranks "
             f"(mesh.tp), but {who}; compute it in Task.evaluate, or in after_evaluation of a hook "
             "that runs on every rank (with a number of ranks that mesh.pp x mesh.tp divides), or "
             "set mesh.tp=1"
         )
+        with self._closed(why):
+            yield
+
+    @contextmanager
+    def _closed(self, why: str) -> Iterator[None]:
+        """Refuse sums over the shards of the model, unless `why` is empty."""
+        region = region_of(self._parts.model) if why else None
+        if region is None:
+            yield
+            return
+        region.axis.closed = why
         try:
             yield
         finally:
@@ -264,9 +325,7 @@ class Hooks:
         run.epoch = sampler.epoch(max(0, progress.step - 1))
         run.is_epoch_end = progress.step > 0 and sampler.is_epoch_end(progress.step)
         if result is not None:
-            names = ("loss", *self._parts.compute.metrics)
-            pairs = zip(names, result.scalars[::2], result.scalars[1::2], strict=True)
-            run.train = {name: total / weight for name, total, weight in pairs if weight}
+            run.train = result.means(("loss", *self._parts.compute.metrics))
             run.lr, run.grad_norm = result.lr, result.grad_norm
             run.phase = self._parts.compute.phases.at(progress.step - 1).name
 
@@ -310,6 +369,14 @@ def changed_by_hook(what: str) -> str:
     return (
         f"{what} was changed; set `changes_model = True` on the hook's class, and let it run on "
         "every rank, in after_step or after_evaluation"
+    )
+
+
+def changed_by_body(what: str) -> str:
+    """The error message about a tensor that the body of a loop has changed."""
+    return (
+        f"{what} was changed; change it in Task.after_step(model, step), or in a hook's after_step "
+        "(with `changes_model = True` where it is of the model)"
     )
 
 

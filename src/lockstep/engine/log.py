@@ -41,11 +41,12 @@ class Logbook:
             step: number of optimizer steps that have been done.
         """
         self._step = step
-        token = _OPEN.set(self)
+        before = _OPEN.get()
+        _OPEN.set(self)
         try:
             yield
-        finally:
-            _OPEN.reset(token)
+        finally:  # not by a token: cells of a notebook may run in contexts of their own
+            _OPEN.set(before)
 
     def log(self, name: str, value: Any, kind: str | None) -> None:
         """As the function `log`."""

@@ -167,8 +167,8 @@ class Checkpointer:
             for names in self._transport.gather_json(sorted(self._length_reads.names)):
                 self._length_reads.add(names)
 
-    def regroup(self) -> None:
-        """Forget what was saved, as it may be lost with the ranks that were lost."""
+    def forget(self) -> None:
+        """Save the step again, though it was: lost ranks may have it, or the run ends with it."""
         self._saved_step = -1
 
     def finish(self, progress: Progress) -> str:

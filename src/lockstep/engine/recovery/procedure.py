@@ -103,7 +103,7 @@ class Recovery:
         self._microbatches.regroup(self._state.progress.step, optimizer)
         self._owned = self._owned_now()
         self.is_new = self._has_released = self._is_restoring = False
-        self._checkpointer.regroup()
+        self._checkpointer.forget()
         if origin.former[0] != 0:  # the former rank 0 may have died while it wrote a checkpoint
             self._state.is_save_overdue = True
         # Reported last, so that the time covers all that the loss has cost.

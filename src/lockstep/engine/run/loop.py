@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from torch import nn
 
@@ -23,6 +23,7 @@ from lockstep.engine.events import Finished, Rebalanced, Warned
 from lockstep.engine.hook_calls import Hooks
 from lockstep.engine.recovery.procedure import TOO_FEW_RANKS, Recovery
 from lockstep.engine.run.microbatches import Microbatches, check_size
+from lockstep.engine.run.own_loop import OwnLoop, Step
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.run.reporter import Reporter
 from lockstep.engine.run.run_state import RunState
@@ -33,6 +34,8 @@ from lockstep.engine.step.step_audit import StepRepeated
 from lockstep.engine.step.sums import DIRECTORY_LOST, StepResult
 from lockstep.engine.task import Task
 from lockstep.errors import RunDirectoryError, TaskFailure, shared
+
+T = TypeVar("T")
 
 EXIT_CODES = {
     "interrupted": 130,
@@ -45,6 +48,16 @@ EXIT_CODES = {
 EX_TEMPFAIL, which asks for another try."""
 
 
+def exhausted(steps: Generator[Any, bool | None, T]) -> T:
+    """What a generator returns, whatever it yields before."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
 class Trainer:
     """A run of a task on this group of ranks."""
 
@@ -55,6 +68,7 @@ class Trainer:
         runtime: Runtime,
         directory: RunDirectory,
         joins: bool = False,
+        is_driven: bool = False,
     ) -> None:
         """Assemble everything, and restore the newest valid checkpoint if there is one.
 
@@ -64,6 +78,7 @@ class Trainer:
             runtime: transport, device and listeners of this process.
             directory: run directory, which rank 0 has claimed.
             joins: whether other ranks train already; their state is then received.
+            is_driven: whether the body of a user's own loop gets each step.
 
         Raises:
             LockstepError: the task, config or checkpoint does not work; on all ranks.
@@ -84,6 +99,7 @@ class Trainer:
         progress = Progress() if joins else self._checkpointer.resume()
         self._state = RunState(config, runtime, parts, self._hooks, self._reporter, progress)
         self._microbatches = Microbatches(config, runtime, parts, progress)
+        self._own_loop = OwnLoop(runtime, parts, self._hooks, self._state) if is_driven else None
         self._evaluation_audit = EvaluationAudit(self._transport, parts.pass_state)
         self._recovery = Recovery(
             config, runtime, parts, self._state, self._microbatches, self._checkpointer,
@@ -97,7 +113,15 @@ class Trainer:
             runtime.at("ready", 0)
 
     def run(self) -> Finished:
+        """As `steps`, without handing out anything."""
+        return exhausted(self.steps())
+
+    def steps(self) -> Generator[Step, bool | None, Finished]:
         """Train to the end of the run or of this session, and recover from the loss of ranks.
+
+        Yields:
+            Each step, if the loop is a user's own. It has to be sent whether that loop is left, and
+            then ends in order; so the generator is not to be closed.
 
         Raises:
             LockstepError: the task does not work, or the state was lost; on all ranks.
@@ -109,7 +133,7 @@ class Trainer:
                 self._recover()
             while True:
                 try:
-                    return self._train()
+                    return (yield from self._train())
                 except GroupBroken as loss:
                     self._reporter.keep_calls(self._state.progress.step)
                     check_can_regroup(self._transport, loss)
@@ -138,7 +162,7 @@ class Trainer:
         """How far the run has come."""
         return self._state.progress
 
-    def _train(self) -> Finished:
+    def _train(self) -> Generator[Step, bool | None, Finished]:
         """Step until the run is over. A step counts once `RunState.commit` has it, not before."""
         state, train_step = self._state, self._parts.train_step
         if self._needs_repair:
@@ -147,13 +171,17 @@ class Trainer:
         self._hooks.start(state.progress)
         self._parts.pass_state.note_start()
         self._hooks.check()
+        if self._own_loop is not None:
+            self._own_loop.settle()
         self._follow_up()  # of the step before: a loss may have interrupted it
+        yield from self._hand_out()
         while not state.is_over():
             progress = state.progress
             result = train_step.run(progress.step, progress.decays, self._microbatches.stream)
             state.commit(result)
             self._check_state()
             self._follow_up()
+            yield from self._hand_out()
             self._balance(result)
             self._checkpointer.poll()
             # A group grows between two steps only: then all ranks have the same state to copy.
@@ -190,6 +218,14 @@ class Trainer:
             self._hooks.check_saved()
             self._checkpointer.save(progress, improved)
             state.is_save_overdue = False
+
+    def _hand_out(self) -> Generator[Step, bool | None, None]:
+        """Let the body of a user's own loop have the step, and do what it asks for."""
+        if self._own_loop is None:
+            return
+        if (yield from self._own_loop.hand_out()):
+            # Saved before the body ran, the run would go on from there.
+            self._checkpointer.forget()
 
     def _rescue(self) -> NoReturn:
         """Save the state next to a run directory that is gone, and end.

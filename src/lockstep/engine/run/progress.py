@@ -34,6 +34,7 @@ class Progress:
             for no other reason than that the step is the last; else None.
         trained: means of the newest report of training, by name.
         finished: reason for which the run is over; empty while it is not.
+        ended_by_loop: whether `Step.stop` gave that reason.
     """
 
     step: int = 0
@@ -48,6 +49,7 @@ class Progress:
     arrays: dict[str, Any] = field(default_factory=dict)
     before_last: Progress | None = None
     trained: dict[str, float] = field(default_factory=dict)
+    ended_by_loop: bool = False
 
     def state_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -78,6 +80,8 @@ class Progress:
         for name, count in (("stale", self.stale), ("decays", self.decays)):
             if not 0 <= count <= self.evaluated:
                 return f"{name}={count}: is not between 0 and evaluated={self.evaluated}"
+        if self.ended_by_loop and not self.finished:
+            return "ended_by_loop=True: but finished is empty"
         if self.before_last is not None:
             if self.before_last.step != self.step or self.evaluated != self.step:
                 return f"before_last: is not of the evaluation after step={self.step}"

@@ -123,7 +123,8 @@ def check_training_state(
         raise CheckpointError(
             f"{where}: is damaged: progress.step={progress.step}: the run has {total_steps} steps"
         )
-    has_reason = progress.exhausted(config) or train_step.task_state.hooks  # they may end a run
+    can_end = train_step.task_state.hooks or progress.ended_by_loop
+    has_reason = progress.exhausted(config) or can_end
     if progress.finished and progress.step < total_steps and not has_reason:
         raise CheckpointError(
             f"{where}: is damaged: progress.finished={shown(progress.finished)}: nothing else in "

@@ -93,6 +93,15 @@ class StepResult(NamedTuple):
     grows: bool
     """Whether a new process waits to join, the same on all ranks."""
 
+    def means(self, names: Sequence[str]) -> dict[str, float]:
+        """Loss and metrics, means over the global batch, by name.
+
+        Args:
+            names: of all that `scalars` holds; those of other phases are left out.
+        """
+        pairs = zip(names, self.scalars[::2], self.scalars[1::2], strict=True)
+        return {name: total / weight for name, total, weight in pairs if weight}
+
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> StepResult:
         """The inverse of `_asdict`, after a journey as JSON."""

@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
@@ -27,8 +27,9 @@ from lockstep.engine.checkpoint.origin import settled
 from lockstep.engine.checkpoint.run_directory import Identity, RunDirectory
 from lockstep.engine.events import Failed, Finished, Warned
 from lockstep.engine.faults import At, edited, injector
-from lockstep.engine.run.loop import Trainer
+from lockstep.engine.run.loop import Trainer, exhausted
 from lockstep.engine.run.microbatches import check_enough_left
+from lockstep.engine.run.own_loop import Step
 from lockstep.engine.runtime import (
     Heartbeat,
     Runtime,
@@ -70,6 +71,27 @@ def run(task: Task, config: TrainConfig, session: Session) -> Result:
         Stopped: the run was asked to stop before its end, on every rank.
         LockstepError: on every rank.
     """
+    return exhausted(steps(task, config, session, is_driven=False))
+
+
+def steps(
+    task: Task, config: TrainConfig, session: Session, is_driven: bool = True
+) -> Generator[Step, bool | None, Result]:
+    """As `run`, one step at a time.
+
+    Args:
+        task: the task.
+        config: its config, without the session's overrides.
+        session: what is asked for.
+        is_driven: whether to yield steps.
+
+    Yields:
+        Each step; the generator has to be sent whether the loop over them is left.
+
+    Raises:
+        Stopped: the run was asked to stop before its end, on every rank.
+        LockstepError: on every rank.
+    """
     collect_as_usual()
     skip_last_collection()
     with ExitStack() as stack:
@@ -90,9 +112,10 @@ def run(task: Task, config: TrainConfig, session: Session) -> Result:
         transport = open_transport(environment, device, TIMEOUT_S, config.start_timeout_s)
         try:
             with naming_kernels():
-                result, exit_code = _run(
-                    task, config, session, environment, device, transport, stop, hints, at
-                )
+                result, exit_code = yield from _steps(
+                    task, config, session, environment, device, transport, stop, hints, at,
+                    is_driven,
+                )  # fmt: skip
         except LockstepError as error:
             if transport.size > 1 and not error.is_shared:
                 print(f"error: {error} (on rank {transport.rank})", file=sys.stderr, flush=True)
@@ -115,7 +138,7 @@ def run(task: Task, config: TrainConfig, session: Session) -> Result:
         return result
 
 
-def _run(
+def _steps(
     task: Task,
     config: TrainConfig,
     session: Session,
@@ -125,7 +148,8 @@ def _run(
     stop: StopRequest,
     hints: list[str],
     at: At,
-) -> tuple[Result, int]:
+    is_driven: bool,
+) -> Generator[Step, bool | None, tuple[Result, int]]:
     """The run itself, from after the ranks have met to before they part, and its exit code."""
     directory = _directory(task, session, transport)
     path = directory.path
@@ -200,18 +224,18 @@ def _run(
                 predicted = predicted_for_joiner(planned, environment.world_size)
                 if predicted is not None:
                     runtime.emit(predicted)
-                trainer = Trainer(task, planned, runtime, directory, joins=True)
+                trainer = Trainer(task, planned, runtime, directory, True, is_driven)
             else:
                 claimed = partial(claim, directory, task, config, session)
                 trainer, hints_of_plan = _assembled(
-                    task, planned, claimed, runtime, directory, environment.world_size
+                    task, planned, claimed, runtime, directory, environment.world_size, is_driven
                 )
                 hints_of_mesh += hints_of_plan
             if kept is not None:
                 kept.note_started()
             for hint in (*hints, *hints_of_mesh):
                 runtime.emit(Warned(step=0, message=hint))
-            finished = trainer.run()
+            finished = yield from trainer.steps()
             return _result(trainer, finished, config, directory), finished.exit_code
         except BaseException as error:
             if directory.path != path:  # the old one is gone: nothing may be written there
@@ -288,6 +312,7 @@ def _assembled(
     runtime: Runtime,
     directory: RunDirectory,
     world_size: int,
+    is_driven: bool,
 ) -> tuple[Trainer, list[str]]:
     """Everything before the first step; repeated if a rank dies meanwhile.
 
@@ -298,6 +323,7 @@ def _assembled(
         runtime: what this process trains with; ranks may have died while they met.
         directory: run directory.
         world_size: number of ranks that were started.
+        is_driven: whether the body of a user's own loop gets each step.
 
     Returns:
         The trainer; and hints, if there is a plan that does not cover this run.
@@ -314,7 +340,7 @@ def _assembled(
             on_first(transport, runtime.take_over)
             if predicted is not None:
                 runtime.emit(predicted)
-            trainer = Trainer(task, config, runtime, directory)
+            trainer = Trainer(task, config, runtime, directory, is_driven=is_driven)
             return trainer, [predicted.reason] if predicted and predicted.reason else []
         except GroupBroken as loss:
             check_can_regroup(transport, loss)

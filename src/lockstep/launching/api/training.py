@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -32,6 +33,8 @@ from lockstep.launching.targets import make_task, task_class, trusted_target
 
 _training = threading.RLock()
 """Held while a thread trains."""
+looping = threading.Lock()
+"""Held while a loop over `lockstep.steps` is under way."""
 
 
 def train(
@@ -70,14 +73,34 @@ def train(
             others cannot go on without, or another thread of this process trains.
     """
     session = session_of(run_dir, resume, quiet)
-    config = _starting(config or task.config, from_run, from_only)
+    config = starting(config or task.config, from_run, from_only)
+    with alone_in_process("train"):
+        return run(task, config, session)
+
+
+@contextmanager
+def alone_in_process(who: str) -> Iterator[None]:
+    """The context of a training: no other thread of this process, and no loop, trains.
+
+    Args:
+        who: name of the function that trains.
+
+    Raises:
+        ConfigError: one does.
+    """
     if not _training.acquire(blocking=False):
         raise ConfigError(
-            "train: another thread of this process trains already, and random generators and "
+            f"{who}: another thread of this process trains already, and random generators and "
             "threads are of the whole process; train one after the other, or use lockstep.launch"
         )
     try:
-        return run(task, config, session)
+        if looping.locked():
+            raise ConfigError(
+                f"{who}: a loop over lockstep.steps is under way in this process, and random "
+                "generators and threads are of the whole process; leave that loop first (a "
+                "variable that holds its iterator keeps it open: close() it)"
+            )
+        yield
     finally:
         _training.release()
 
@@ -129,7 +152,7 @@ def session_of(run_dir: str | Path | None, resume: bool, quiet: bool) -> Session
     return Session(str(run_dir) if run_dir else None, resume, quiet=quiet)
 
 
-def _starting(config: TrainConfig, from_run: str | Path | None, only: Sequence[str]) -> TrainConfig:
+def starting(config: TrainConfig, from_run: str | Path | None, only: Sequence[str]) -> TrainConfig:
     """A config with the run whose weights the new one starts from.
 
     Raises:

@@ -64,7 +64,9 @@ def how_ended(outcome: Outcome, session: Session, since: float, launcher: str) -
     run_dir = Path(str(session.run_dir))
     row = _last_row(outcome, said, run_dir, since)
     if row is not None:
-        return _by_row(row, outcome)
+        ended = _by_row(row, outcome)
+        message = _of_script(outcome, said, session.target or "") if not ended.exit_code else ""
+        return Ended(outcome.exit_code, message, last=row) if message else ended
     if outcome.stopped_by is not None:
         return _stopped(outcome, outcome.stopped_by, run_dir)
     code = outcome.exit_code
@@ -96,6 +98,20 @@ def _by_row(row: dict[str, Any], outcome: Outcome) -> Ended:
     message = str(row["message"]) if row["event"] == "Failed" else ""
     again = (message or str(row["reason"])) if code == TRY_AGAIN else ""
     return Ended(code, message, again, row)
+
+
+def _of_script(outcome: Outcome, said: str, target: str) -> str:
+    """How a script has failed beside its run, which has ended in order; empty if it has not.
+
+    The body of a loop over `lockstep.steps` may raise an exception, or code after the run.
+    """
+    if not is_script(target):
+        return ""
+    code, raised = outcome.exit_code, _traceback(outcome.stderr_tail)
+    if code == 1 and raised:
+        return f"the run has ended in order, and its script with an exception:\n{raised}"
+    # The place is in no message of a rank that the others have refused.
+    return said if code == LockstepError.exit_code and f"(in {target}:" in said else ""
 
 
 def _stopped(outcome: Outcome, stopped_by: signal.Signals, run_dir: Path) -> Ended:
@@ -183,11 +199,19 @@ def _own_message(stderr: str) -> str:
     """The message a rank printed for the user, without what launchers print around it."""
     lines = stderr.splitlines()
     first = next((i for i, line in enumerate(lines) if line.startswith("error: ")), None)
-    if first is None:
-        return ""
-    own = [lines[first].removeprefix("error: ")]
-    for line in lines[first + 1 :]:
-        if not line or line.startswith(("---", "W1", "E1", "prterun")):
-            break
-        own.append(line)
-    return "\n".join(own)
+    return "" if first is None else _written_from(lines, first).removeprefix("error: ")
+
+
+def _traceback(stderr: str) -> str:
+    """The newest traceback that a rank printed; empty without one."""
+    lines = stderr.splitlines()
+    heads = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call")]
+    return _written_from(lines, heads[-1]) if heads else ""
+
+
+def _written_from(lines: list[str], first: int) -> str:
+    """The lines from one on, up to what launchers print."""
+    rest = lines[first + 1 :]
+    ends = ("---", "W1", "E1", "prterun")
+    own = itertools.takewhile(lambda line: line and not line.startswith(ends), rest)
+    return "\n".join([lines[first], *own])
