@@ -58,7 +58,7 @@ NO_OUTCOME = {
     "trackers",
     "bucket_bytes",
 }
-BASE = TrainConfig(optimizer={"momentum": 0.9}, num_shards=2)  # type: ignore[arg-type]
+BASE = TrainConfig(optimizer={"momentum": 0.9}, num_microbatches=1, num_shards=2)  # type: ignore[arg-type]
 
 
 class Depth(Section):
@@ -133,12 +133,14 @@ def test_hash_changes_with_every_key_that_can_change_the_result(key: str) -> Non
 def test_a_config_that_compresses_nothing_has_the_hash_of_its_other_keys() -> None:
     others = outcome(TrainConfig())
     del others["compression"], others["local"], others["weights_from"]
+    del others["data"]["stream_shards"]
     canonical = json.dumps(others, sort_keys=True, default=str)
     expected = hashlib.sha256(canonical.encode()).hexdigest()[:16]
     assert TrainConfig().hash == expected
     assert override(TrainConfig(), ["compression.buddy=true"]).hash == expected
     assert override(TrainConfig(), ["compression.name=int8"]).hash != expected
     assert override(TrainConfig(), ["local.steps=2"]).hash != expected
+    assert override(TrainConfig(), ["data.stream_shards=8"]).hash != expected
 
 
 def test_keys_without_outcome_are_keys() -> None:
@@ -291,6 +293,15 @@ def test_more_microbatches_than_samples_are_refused() -> None:
         "one sample"
     )
     assert override(TrainConfig(), ["batch_size=4", "num_microbatches=4"]).batch_size == 4
+
+
+def test_parts_of_a_stream_that_are_no_multiple_of_the_microbatches_are_refused() -> None:
+    message = refused("data.stream_shards=12")
+    assert message == (
+        "command line: data.stream_shards=12: must be a multiple of num_microbatches=8, so that "
+        "each microbatch has as many parts of the stream, or 0"
+    )
+    assert override(TrainConfig(), ["data.stream_shards=16"]).data.stream_shards == 16
 
 
 def test_nesterov_without_momentum_is_refused() -> None:

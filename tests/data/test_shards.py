@@ -182,3 +182,12 @@ def test_a_compressed_file_is_refused(tmp_path: Path) -> None:
         pass
     with pytest.raises(DataError, match=r"a\.tar\.gz: is no uncompressed tar file"):
         ls.Shards(path)
+
+
+def test_parts_hold_as_many_samples_each_in_their_order(shards: list[Path]) -> None:
+    found = ls.Shards(shards)
+    parts = [found.shard(index, 3) for index in range(3)]
+    assert [len(part) for part in parts] == [7, 7, 6]
+    assert [sample["json"] for part in parts for sample in part] == [{"n": i} for i in range(20)]
+    with pytest.raises(IndexError):
+        found.shard(3, 3)

@@ -21,6 +21,7 @@ EQUAL = {
     frozenset({"late-draws", "late-draws-workers"}),
     frozenset({"stream-seeking", "stream-not-seeking"}),
     frozenset({"stream-seeking-shuffled", "stream-not-seeking-shuffled"}),
+    frozenset({"parts", "parts-state"}),
 }
 
 
@@ -44,7 +45,7 @@ def alone(folder):
 def test_two_ranks_get_what_one_gets(ranks, folder, alone):
     names = (
         "weights", "epochs-workers", "splits", "stream-drifting", "stream-seeking-shuffled",
-        "stream-endless", "hf-stream",
+        "stream-endless", "hf-stream", "parts-hf", "parts-length",
     )  # fmt: skip
     found = printed(ranks("mpi", 2, SCRIPT, "whole", folder, *names))
     assert found == {name: alone[name] for name in names}
@@ -110,6 +111,59 @@ def test_ranks_that_survive_a_loss_go_on_in_the_middle_of_a_batch(lockstep, tmp_
     ended = result(tmp_path / "lossy")
     assert ended["world_size"] == 2
     assert ended["params_sha256"] == alone["stream-not-seeking"][0]
+
+
+def test_parts_of_a_stream_are_read_by_the_ranks_of_their_microbatches(lockstep, tmp_path, alone):
+    """A rank reads as much as it computes, beside the beginnings that are tried at the start."""
+    (tmp_path / "reads").mkdir()
+    keys = (*KEYS, "data.stream_shards=8", "steps=121", "stop_at_step=120")
+    read = {"READS": tmp_path / "reads"}
+    done = lockstep("train", f"{SCRIPT}:InParts", "-n", "3", "--run-dir", "run", *keys, **read)
+    assert done.returncode == 0, done.stderr
+    counts = [len((tmp_path / "reads" / str(r)).read_text().splitlines()) for r in range(3)]
+    for count, num_microbatches in zip(counts, (2, 1, 1), strict=True):
+        assert 0 <= count - 120 * 4 * num_microbatches < 100, counts
+    # Resumed on one rank, in the tenth pass and later, nothing is read again.
+    [path] = (tmp_path / "run/checkpoints").glob("step_*120/manifest.json")
+    places = json.loads(path.read_text())["sampler"]["places"]
+    assert [place["start"] + place["position"] for place in places] == [480] * 4
+    (tmp_path / "reads" / "0").unlink()
+    done = lockstep("resume", "run", "-n", "1", "stop_at_step=121", **read)
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "reads" / "0").read_text().splitlines()) - 16 < 140
+
+
+def test_parts_of_a_stream_move_with_their_microbatches(lockstep, tmp_path, alone):
+    faults = [PlannedFault(0, 3, "compute"), PlannedFault(2, 7, "places")]
+    done = lockstep(
+        "train", f"{SCRIPT}:InParts", "-n", "4", "--run-dir", "lossy", *KEYS,
+        "data.stream_shards=8", "data.num_workers=1", "checkpoint.every=4",
+        **to_env(faults, tmp_path / "faults"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ended = result(tmp_path / "lossy")
+    assert ended["world_size"] == 2
+    assert ended["params_sha256"] == alone["parts-state"][0]
+
+
+@pytest.mark.slow
+def test_faults_of_all_kinds_while_parts_are_read_change_no_bit(lockstep):
+    keys = (*KEYS, "steps=80", "data.stream_shards=8", "balance_every=4", "checkpoint.every=20")
+    for faults, more in ((20, ()), (10, ("data.num_workers=1", "data.shuffle_buffer=6"))):
+        done = lockstep(
+            "chaos",
+            f"{SCRIPT}:InParts",
+            "-n",
+            "3",
+            "--faults",
+            faults,
+            "--seed",
+            "1",
+            *keys,
+            *more,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_other_data_give_other_parameters(alone):

@@ -51,6 +51,31 @@ class Measured(Points):
         return self.size
 
 
+class Dealt(Points):
+    """Has parts of four samples; `cut` says which."""
+
+    def __init__(self, cut: Any = lambda index, count: range(4 * index, 4 * index + 4)) -> None:
+        super().__init__()
+        self.cut, self.own = cut, range(20)
+
+    def shard(self, index: int, count: int) -> Any:
+        part = type(self)(self.cut)
+        part.own = self.cut(index, count)
+        return part if part.own is not None else self
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for i in self.own:
+            yield torch.full((3,), float(i)), torch.tensor([1.0])
+
+
+class DealtLength(Dealt):
+    def __len__(self) -> int:
+        return len(self.own)
+
+
+PARTS = {"data": {"stream_shards": 4}}
+
+
 def assembled(task: ls.Task, **keys: Any) -> Parts:
     config = ls.TrainConfig(**{"batch_size": 8, "num_microbatches": 2, "steps": 3} | keys)
     runtime = Runtime(LocalTransport(), CPU, 0, "python", 0, lambda _: None, lambda: None)
@@ -105,6 +130,31 @@ def order(make: Any) -> type[Base]:
         ),
         (weights([1.0])(train=Points()), {}, r"^Task\.sample_weights: is for map-style datasets"),
         (order(lambda e: [1])(train=Points()), {}, r"^Task\.epoch_indices: is for map-style"),
+        (Base(), PARTS, r"^data\.stream_shards=4: .* has no shard.* reads its own samples only"),
+        (
+            Base(train=Points()),
+            PARTS,
+            r"^data\.stream_shards=4: .* has no shard.* the whole stream",
+        ),
+        (
+            Base(train=Dealt()),
+            PARTS | {"steps": None},
+            r"^steps: must be set, .* parts that have no",
+        ),
+        (
+            weights([1.0])(train=Dealt()),
+            PARTS,
+            r"^Task\.sample_weights: .* is read in parts, which",
+        ),
+        (Base(train=Dealt(lambda i, n: None)), PARTS, "returned the dataset itself"),
+        (Base(train=Dealt(lambda i, n: range(20))), PARTS, r"shard\(1, 4\): begins with samples"),
+        (Base(train=Dealt(lambda i, n: range(0))), PARTS, r"shard\(0, 4\): .* empty|no samples"),
+        (Base(train=DealtLength(lambda i, n: range(4 * i, 9))), PARTS, r"shard\(3, 4\): is empty"),
+        (
+            Base(val=type("Only", (), {"shard": 0})()),
+            {},
+            r"\('val'\): .* has shard and no __iter__",
+        ),
     ],
 )
 def test_impossible_data_are_named(task: Base, keys: dict[str, Any], message: str) -> None:
@@ -121,6 +171,14 @@ def test_epochs_of_streams_that_say_their_length() -> None:
     assert (parts.total_steps, parts.sampler.num_samples) == (2, 20)
     parts = assembled(Base(train=Points()), steps=9)
     assert (parts.total_steps, parts.sampler.steps_per_epoch) == (9, None)
+
+
+def test_epochs_of_streams_in_parts_end_with_the_longest_microbatch() -> None:
+    dealt = DealtLength(lambda index, count: range(10 * index, 10 * index + 4 + index))
+    parts = assembled(Base(train=dealt), **PARTS, steps=None, epochs=2)
+    # Microbatches of four have parts of 4 + 6 and 5 + 7 samples.
+    assert (parts.total_steps, parts.sampler.num_samples) == (6, 22)
+    assert [parts.sampler.step_size(step) for step in range(4)] == [8, 8, 6, 8]
 
 
 def test_epochs_have_the_length_of_a_tasks_own_order() -> None:

@@ -146,6 +146,9 @@ class DataConfig(Section):
     """Draw a new order for each epoch."""
     shuffle_buffer: Count = 0
     """Samples of a stream that are shuffled together, in memory; 0 leaves their order."""
+    stream_shards: Count = 0
+    """Parts of a stream that has `shard`, a multiple of `num_microbatches`; a rank reads those of
+    its microbatches only. 0: every rank reads the whole stream."""
     drop_last: bool = False
     """Leave out an epoch's last batch if it is smaller than `batch_size`."""
 

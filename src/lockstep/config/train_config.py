@@ -161,6 +161,12 @@ class TrainConfig(Section):
                 f"num_microbatches={self.num_microbatches} is more than "
                 f"batch_size={self.batch_size}: a microbatch needs at least one sample"
             )
+        if self.data.stream_shards % self.num_microbatches:
+            yield (
+                f"data.stream_shards={self.data.stream_shards}: must be a multiple of "
+                f"num_microbatches={self.num_microbatches}, so that each microbatch has as many "
+                "parts of the stream, or 0"
+            )
         if self.mesh.tp > self.num_shards:
             yield (
                 f"mesh.tp={self.mesh.tp} is more than num_shards={self.num_shards}: each rank of a "
@@ -260,7 +266,8 @@ class TrainConfig(Section):
     def hash(self) -> str:
         """SHA-256 (16 hex digits) of all keys that can change the final parameters."""
         values = outcome(self)
-        # Of a run that compresses nothing, has no workers or starts from no other, it says nothing.
+        # Of a run that compresses nothing, has no workers, starts from no other or reads no stream
+        # in parts, it says nothing: that run's hash is older than these keys.
         for name, default in (
             ("compression", CompressionConfig()),
             ("local", LocalConfig()),
@@ -268,6 +275,8 @@ class TrainConfig(Section):
         ):
             if values[name] == outcome(default):
                 del values[name]
+        if not self.data.stream_shards:
+            del values["data"]["stream_shards"]
         canonical = json.dumps(values, sort_keys=True, default=str)
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
@@ -43,12 +43,17 @@ class BatchSource(ABC):
         dataset: dataset that the samples come from.
         num_workers: number of processes that fetch; 0 fetches in this one.
         pass_starts: known positions at which the passes over a stream of unknown length begin.
+        has_places: whether a stream is read in parts, of which this rank reads its own only.
+        remarks: what a user should know of the dataset.
     """
+
+    has_places = False
 
     def __init__(self, dataset: Any, seed: int, device: torch.device) -> None:
         self.dataset = dataset
         self.num_workers = 0
         self.pass_starts: list[int] = []
+        self.remarks: list[str] = []
         self._seed = seed
         self._device = device
         self._guard = AttributeGuard()
@@ -99,6 +104,20 @@ class BatchSource(ABC):
 
     def know_passes(self, starts: Sequence[int]) -> None:  # noqa: B027
         """Take over `pass_starts` from a process that knows more of them."""
+
+    def places(self, step: int, all_known: bool = False) -> list[dict[str, Any]]:
+        """Where reading goes on at a step, in the parts of this rank's microbatches or of all."""
+        return []
+
+    def add_places(self, places: Iterable[dict[str, Any]]) -> None:  # noqa: B027
+        """Take over `places` of another rank."""
+
+    def problem(self, place: object) -> str:
+        """Why a place in a checkpoint cannot be one of this stream; empty if it can."""
+        return f"{place}: the dataset is not read in parts"
+
+    def set_places(self, places: Iterable[dict[str, Any]]) -> None:  # noqa: B027
+        """Go on from the `places` in a checkpoint."""
 
     def landmarks(self) -> dict[str, str]:
         """Digests of some samples of a stream, by location; they must be equal on all ranks."""

@@ -7,6 +7,7 @@ other ranks. A resumed run skips the samples that it has seen.
 
 from __future__ import annotations
 
+import json
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from lockstep.config.parsing import parse_json, shown
 from lockstep.data.loader import set_epoch
 from lockstep.data.random import seed_all
 from lockstep.errors import DataError
@@ -31,11 +33,23 @@ class Skips(Protocol):
         """
 
 
+@runtime_checkable
+class Stateful(Protocol):
+    """A stream, or an iterator over one, that can go on from a saved position (torchdata's)."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The present position, in values that JSON has."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Go on from a position."""
+
+
 def is_stream(dataset: object) -> bool:
-    """Whether a dataset can only be read in order, by `__iter__`."""
+    """Whether a dataset can only be read in order, by `__iter__`, as a whole or in parts."""
     if isinstance(dataset, IterableDataset):
         return True
-    return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+    can_read = hasattr(dataset, "__iter__") or hasattr(dataset, "shard")
+    return can_read and not hasattr(dataset, "__getitem__")
 
 
 def stream_length(dataset: Any, split: str) -> int | None:
@@ -48,6 +62,12 @@ def stream_length(dataset: Any, split: str) -> int | None:
         raise DataError(
             f"dataset({split!r}): is a DataLoader, which makes batches itself; return the dataset "
             "it reads, and set batch_size, data.num_workers and Task.collate"
+        )
+    if not hasattr(dataset, "__iter__"):
+        raise DataError(
+            f"dataset({split!r}): a {type(dataset).__name__} has shard and no __iter__, so it can "
+            "only be read in parts; set data.stream_shards for the split train, and give others "
+            "__iter__"
         )
     # A class of the user's may start over in __iter__ and return itself.
     of_python = type(dataset).__module__.partition(".")[0] in sys.stdlib_module_names
@@ -71,19 +91,36 @@ class Pass:
         position: number of samples that were read or skipped.
     """
 
-    def __init__(self, dataset: Iterable[Any], epoch: int, key: Callable[[int], int]) -> None:
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        epoch: int,
+        key: Callable[[int], int],
+        position: int = 0,
+        state: str | None = None,
+    ) -> None:
         """Begin a pass.
 
         Args:
             dataset: the stream.
             epoch: number of the pass, from 0.
             key: function from a position to the seed of the global generators, 63 bits.
+            position: where in the pass to begin.
+            state: what `state` has returned there; None if there is none, and `position` is 0.
+
+        Raises:
+            DataError: the stream refuses the state.
         """
+        self._dataset = dataset
         self._key = key
-        self.position = 0
+        self._begin = position, state
+        self.position = position
         set_epoch(epoch, dataset)
         seed_all(key(0))
+        of_dataset, of_iterator = (None, None) if state is None else parse_json(state)
+        _load(dataset, of_dataset)
         self._iterator = iter(dataset)
+        _load(self._iterator, of_iterator)
 
     def __iter__(self) -> Pass:
         return self
@@ -118,10 +155,59 @@ class Pass:
         self.position += skipped
         return skipped
 
+    def state(self) -> str | None:
+        """The states of the stream and of its iterator, as JSON; None if they have none.
+
+        Raises:
+            DataError: JSON has no form for a state.
+        """
+        if self.position == self._begin[0]:
+            return self._begin[1]  # many streams know a state only after their first sample
+        owners = (self._dataset, self._iterator)
+        states = [one.state_dict() if isinstance(one, Stateful) else None for one in owners]
+        if states == [None, None]:
+            return None
+        try:
+            return json.dumps(states)
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"{type(self._dataset).__name__}.state_dict: must return what JSON has (dicts, "
+                f"lists, texts, numbers), to be kept in checkpoints: {error}"
+            ) from None
+
     def close(self) -> None:
         """End the pass, and close a generator."""
         if isinstance(self._iterator, types.GeneratorType):
             self._iterator.close()
+
+
+def _load(owner: Any, state: Any) -> None:
+    """Let a stream or an iterator go on from a state, if there is one."""
+    if state is None:
+        return
+    try:
+        owner.load_state_dict(state)
+    except Exception as error:
+        raise DataError(
+            f"{type(owner).__name__}.load_state_dict: cannot go on from {shown(state)}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+class Skipping(Iterator[Any], Protocol):
+    """What samples can be shuffled of: a pass over a stream, or over parts of one."""
+
+    position: int
+
+    @property
+    def can_skip(self) -> bool:
+        """Whether skipping samples costs less than reading them."""
+
+    def skip(self, count: int) -> int:
+        """Skip samples; returns how many there were."""
+
+    def close(self) -> None:
+        """End the pass."""
 
 
 class ShuffledPass:
@@ -131,7 +217,7 @@ class ShuffledPass:
     buffer whose slots are refilled one by one depends on all samples before.)
     """
 
-    def __init__(self, inner: Pass, block_size: int, generator: Callable[[int], Any]) -> None:
+    def __init__(self, inner: Skipping, block_size: int, generator: Callable[[int], Any]) -> None:
         """Shuffle a pass.
 
         Args:

@@ -34,6 +34,7 @@ class Stream(IntEnum):
     SHARD = 11
     BLOCKS = 12
     COMPRESSION = 13
+    PART = 14
 
 
 _MASK = (1 << 64) - 1

@@ -7,7 +7,7 @@ other number has stopped.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -256,6 +256,66 @@ class BatchLayout:
         if size not in self._splits:
             self._splits[size] = split(size, self._num_microbatches)
         return self._splits[size]
+
+
+class PartsLayout(BatchLayout):
+    """Which samples of its own parts of a stream make up each microbatch.
+
+    Positions are those in the parts of the microbatch. An epoch ends when the parts of all
+    microbatches have ended; those that end earlier leave their microbatches empty until then.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | None,
+        batch_size: int,
+        num_microbatches: int,
+        drop_last: bool = False,
+    ) -> None:
+        """Lay out an epoch.
+
+        Args:
+            lengths: number of samples of each microbatch; None if they are not known.
+            batch_size: number of samples of a global batch.
+            num_microbatches: number of parts of a global batch.
+            drop_last: whether an epoch ends with the last batch in which no sample is missing.
+
+        Raises:
+            ConfigError: `drop_last` leaves out all samples.
+        """
+        num_samples = None if lengths is None else sum(lengths)
+        super().__init__(num_samples, batch_size, num_microbatches)
+        self._sizes = [len(part) for part in split(batch_size, num_microbatches)]
+        self._lengths = lengths
+        if lengths is None:
+            return
+        pairs = [*zip(lengths, self._sizes, strict=True)]
+        full = min(length // size for length, size in pairs)
+        self.steps_per_epoch = full if drop_last else max(-(-n // size) for n, size in pairs)
+        if not self.steps_per_epoch:
+            shortest = min(range(num_microbatches), key=lengths.__getitem__)
+            raise ConfigError(
+                f"data.drop_last=True: leaves nothing to train on, since microbatch {shortest} has "
+                f"{self._sizes[shortest]} samples in each step, and its parts have "
+                f"{lengths[shortest]}; set data.drop_last=False, lower batch_size, or deal out the "
+                "samples more evenly"
+            )
+
+    def step_size(self, step: int) -> int:
+        """See `BatchLayout.step_size`."""
+        return sum(self.microbatch_size(step, m) for m in range(len(self._sizes)))
+
+    def positions(self, step: int, microbatch: int) -> Range:
+        """The positions of a microbatch among the samples of its parts; none if they have ended."""
+        size = self._sizes[microbatch]
+        if self._lengths is None or self.steps_per_epoch is None:
+            return Range(step * size, (step + 1) * size)
+        length, start = self._lengths[microbatch], step % self.steps_per_epoch * size
+        return Range(min(start, length), min(start + size, length))
+
+    def microbatch_size(self, step: int, microbatch: int) -> int:
+        """See `BatchLayout.microbatch_size`."""
+        return len(self.positions(step, microbatch))
 
 
 class ElasticSampler(BatchLayout):

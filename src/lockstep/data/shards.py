@@ -18,10 +18,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from lockstep.config.parsing import parse_int, parse_json, shown
 from lockstep.errors import DataError, file_errors
+from lockstep.parallel.layout import split
 
 Decoder = Callable[[bytes], Any]
 
@@ -126,6 +127,14 @@ class Shards(Dataset[dict[str, Any]]):
                 file.seek(member.offset)
                 sample[member.extension] = self._value(path, member, file.read(member.size))
         return sample
+
+    def shard(self, index: int, count: int) -> Subset[dict[str, Any]]:
+        """One of `count` parts of as many samples in a row, read in order (`data.stream_shards`).
+
+        Raises:
+            IndexError: there is no such part.
+        """
+        return Subset(self, range(*split(len(self), count)[index]))
 
     def _value(self, path: Path, member: _Member, data: bytes) -> Any:
         where = f"{path}: {member.key}.{member.extension}"

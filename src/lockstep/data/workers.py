@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, TypeVar
 
+import torch.utils.data
 from torch.utils.data import DataLoader
 
 from lockstep.config.files import open_regular, temporary_beside
@@ -144,6 +145,11 @@ def _end_with_rank(_: int) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def hide_worker() -> None:
+    """Let this worker process look like a rank: a stream would leave samples to other workers."""
+    torch.utils.data._utils.worker._worker_info = None
 
 
 def share_out(folder: Path, names: list[str], make: Callable[[int, Path], None]) -> list[Path]:

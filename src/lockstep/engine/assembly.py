@@ -45,7 +45,7 @@ from lockstep.engine.step.model import (
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.engine.tables.run_tables import check_tables_fit
 from lockstep.engine.task import Task, has_carry
-from lockstep.engine.training_data import training_data
+from lockstep.engine.training_data import check_parts, training_data
 from lockstep.engine.trial.cut_model import check_cut_model
 from lockstep.engine.trial.outcome import Rehearsal
 from lockstep.engine.trial.trial import Trial
@@ -138,6 +138,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     facts |= {"number of samples": sampler.num_samples, "order of samples": order}
     facts["data"] = on_all(task.data_digest)
     check_same(transport, facts)
+    check_parts(loader, transport)
     splits = on_all(lambda: evaluations(task, config, runtime.device))
     facts["splits"] = list(splits)
     for name, there in splits.items():

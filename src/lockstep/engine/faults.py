@@ -35,8 +35,8 @@ Moment = Literal[
     "unshard", "leave",
     "compute", "reduce", "summing", "copying", "between", "factors", "reduced", "optimizer",
     "search", "gather", "gathered", "lookup", "rows", "rows_summed",
-    "copy", "copied", "committed", "evaluate", "checkpoint", "regroup", "catch_up", "join",
-    "start", "met", "ready",
+    "copy", "copied", "committed", "places", "evaluate", "checkpoint", "regroup", "catch_up",
+    "join", "start", "met", "ready",
 ]  # fmt: skip
 """Moments of a step, in the order of the list:
 
@@ -58,6 +58,7 @@ Moment = Literal[
   before and after their gradients are sent;
 - copy, copied: before and after copies of carries (`Task.carry`) are sent to other ranks;
 - committed: after the step;
+- places: before ranks tell each other how far they have read a stream (`data.stream_shards`);
 - evaluate: before an evaluation;
 - checkpoint: in the middle of writing a checkpoint (rank 0);
 - regroup, catch_up: when a loss was noticed, and when survivors have regrouped but not agreed yet;

@@ -8,18 +8,23 @@ from typing import Any
 import numpy as np
 import torch
 
+from lockstep.comm.transport import Transport
 from lockstep.config import TrainConfig
 from lockstep.data.loader import BatchSource, Loader, dataset_size
+from lockstep.data.parts import StreamParts
+from lockstep.data.parts_loader import PartsLoader
 from lockstep.data.passes import is_stream, stream_length
 from lockstep.data.sampler import (
     BatchLayout,
     ElasticSampler,
     GivenOrder,
     Order,
+    PartsLayout,
     order_generator,
     weighted,
 )
 from lockstep.data.stream_reader import StreamLoader
+from lockstep.engine.runtime import Runtime, everywhere
 from lockstep.engine.task import Task, own_collate
 from lockstep.errors import ConfigError, DataError, TaskError
 
@@ -35,6 +40,8 @@ def training_data(
     dataset = task.dataset("train")
     if dataset is None:
         raise DataError("dataset('train'): is None; training needs a dataset")
+    if config.data.stream_shards:
+        return *_parts(task, config, device, dataset), None
     if is_stream(dataset):
         return *_stream(task, config, device, dataset), None
     data = config.data
@@ -71,31 +78,106 @@ def _stream(
     """
     kind, data = type(dataset).__name__, config.data
     length = stream_length(dataset, "train")
-    if length is None and config.steps is None:
-        raise ConfigError(
-            f"steps: must be set, since dataset('train') is a {kind} without __len__, so it is not "
-            "known how many steps an epoch has"
-        )
+    _check_length_known(config, length, f"is a {kind} without __len__")
     if data.num_workers:
         raise ConfigError(
             f"data.num_workers={data.num_workers}: dataset('train') is a {kind}, a stream, which "
-            "is read in the training process; set data.num_workers=0"
+            "is read in the training process; set data.num_workers=0, or let workers read parts "
+            "of it (data.stream_shards)"
         )
-    for hook, given in (
-        ("sample_weights", task.sample_weights()),
-        ("epoch_indices", task.epoch_indices(0, order_generator(config.seed, 0))),
-    ):
-        if given is not None:
-            raise TaskError(
-                f"Task.{hook}: is for map-style datasets; dataset('train') is a {kind}, a stream, "
-                "which has its own order"
-            )
+    _check_order_free(task, config, f"is a {kind}, a stream")
     layout = BatchLayout(length, config.batch_size, config.num_microbatches, data.drop_last)
     loader = StreamLoader(
         dataset, own_collate(task), layout, config.seed, device, data.shuffle_buffer
     )
     loader.check_skipping()
     return layout, loader
+
+
+def _parts(
+    task: Task, config: TrainConfig, device: torch.device, dataset: Any
+) -> tuple[BatchLayout, BatchSource]:
+    """The layout of the batches of a stream that is read in parts, and their loader.
+
+    Raises:
+        LockstepError: the dataset has no such parts, or they cannot be trained on with this config.
+    """
+    kind, data = type(dataset).__name__, config.data
+    if not hasattr(dataset, "shard"):
+        whole = "reads its own samples only" if not is_stream(dataset) else "reads the whole stream"
+        raise ConfigError(
+            f"data.stream_shards={data.stream_shards}: dataset('train') is a {kind}, which has no "
+            "shard(index, count) that returns a part of it; add one, or leave the key out: then "
+            f"every rank {whole}"
+        )
+    parts = StreamParts(dataset, data.stream_shards, config.num_microbatches, config.seed)
+    _check_length_known(config, parts.lengths, f"is a {kind}, with parts that have no __len__")
+    _check_order_free(task, config, f"is a {kind} that is read in parts")
+    microbatches = range(config.num_microbatches)
+    lengths = None if parts.lengths is None else [parts.length_of(m) or 0 for m in microbatches]
+    layout = PartsLayout(lengths, config.batch_size, config.num_microbatches, data.drop_last)
+    loader = PartsLoader(
+        dataset, parts, own_collate(task), layout, config.seed, device,
+        data.num_workers, data.prefetch, data.shuffle_buffer,
+    )  # fmt: skip
+    loader.check_resuming()
+    return layout, loader
+
+
+def check_parts(loader: BatchSource, transport: Transport) -> None:
+    """Refuse parts of a stream that are empty, or that have samples in common; a collective.
+
+    Each rank reads the beginnings of some parts.
+
+    Raises:
+        DataError: on all ranks.
+    """
+    if not isinstance(loader, PartsLoader) or transport.is_joining:
+        return
+    parts = loader.parts
+    own = range(transport.rank, parts.count, transport.size)
+    digests = everywhere(transport, lambda: {i: parts.first_digests(i) for i in own})
+    found = [pair for theirs in transport.gather_json([*digests.items()]) for pair in theirs]
+    everywhere(transport, lambda: parts.check_apart(dict(found)))
+
+
+def share_places(loader: BatchSource, runtime: Runtime, step: int, all_known: bool = False) -> None:
+    """Tell all ranks how far the parts of a stream have been read; a collective.
+
+    Args:
+        loader: loader of the samples.
+        runtime: the group of ranks.
+        step: number of the next step, from 0.
+        all_known: whether some ranks may not know what was told before.
+
+    Raises:
+        GroupBroken: a rank was lost.
+    """
+    if loader.has_places and runtime.transport.size > 1:
+        runtime.at("places", step)
+        for places in runtime.transport.gather_json(loader.places(step, all_known)):
+            loader.add_places(places)
+
+
+def _check_length_known(config: TrainConfig, length: object, which: str) -> None:
+    if length is None and config.steps is None:
+        raise ConfigError(
+            f"steps: must be set, since dataset('train') {which}, so it is not known how many "
+            "steps an epoch has"
+        )
+
+
+def _check_order_free(task: Task, config: TrainConfig, which: str) -> None:
+    """Refuse a task that gives an order of its own where the data have one."""
+    for hook, given in (
+        ("sample_weights", task.sample_weights()),
+        ("epoch_indices", task.epoch_indices(0, order_generator(config.seed, 0))),
+    ):
+        if given is not None:
+            raise TaskError(
+                f"Task.{hook}: is for map-style datasets; dataset('train') {which}, which has its "
+                "own order"
+            )
 
 
 def _own_order(

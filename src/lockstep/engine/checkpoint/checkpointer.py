@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
@@ -34,6 +34,7 @@ from lockstep.engine.snapshot.restore import restore, start_from
 from lockstep.engine.snapshot.resumable import check_meta, check_training_state, stretch
 from lockstep.engine.tables.files import StreamedTables
 from lockstep.engine.task.task_config import length_reads
+from lockstep.engine.training_data import share_places
 from lockstep.errors import CheckpointError
 
 _UNKNOWN = "what it read under an earlier version is not known"
@@ -119,6 +120,7 @@ class Checkpointer:
         # Before anything is copied: a checkpoint of diverged replicas would hide the error.
         self.check_replicas(progress)
         self._compare_reachable(progress.step)
+        share_places(self._parts.loader, self._runtime, progress.step)
         self.check_state(is_saved=True)
         self._share_length_reads()
         train_step, is_first = self._parts.train_step, self._runtime.is_first
@@ -252,7 +254,7 @@ class Checkpointer:
             self._writer.wait()  # in the middle of a run, one may still be being written
             snapshot, folder, skipped = checkpoint.newest_valid(self._root)
 
-        def check() -> tuple[list[str], tuple[int, ...], list[str] | None] | None:
+        def check() -> tuple[list[str], Sequence[int], Sequence[Any], list[str] | None] | None:
             if snapshot is None:
                 if skipped:
                     reasons = "\n".join(skipped)
@@ -286,7 +288,8 @@ class Checkpointer:
                     "from an uninterrupted run's"
                 )
             self._directory.settle()
-            return warnings, data.pass_starts, snapshot.meta.get("asked")
+            places = snapshot.meta["sampler"].get("places", ())
+            return warnings, data.pass_starts, places, snapshot.meta.get("asked")
 
         checked = on_first(self._transport, check)
         train_step = self._parts.train_step
@@ -294,10 +297,11 @@ class Checkpointer:
             if self._config.weights_from.path:
                 start_from(self._config.weights_from, train_step, self._transport)
             return Progress()
-        warnings, starts, asked = checked
+        warnings, starts, places, asked = checked
         if self._length_reads is not None:
             self._length_reads.add([_UNKNOWN] if asked is None else asked)
         self._parts.loader.know_passes(starts)
+        self._parts.loader.set_places(places)
         meta = restore(snapshot, train_step, self._transport)
         progress = Progress.from_state_dict(meta["progress"])
         self._restore_carries(snapshot)

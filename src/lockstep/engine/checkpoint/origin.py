@@ -57,6 +57,7 @@ def manifest_of(
             "task_digest": parts.task_digest,
             "epoch": sampler.epoch(step),
             "pass_starts": list(parts.loader.pass_starts),
+            "places": parts.loader.places(step, all_known=True),
         },
         "optimizer": parts.train_step.optimizer_description,
         "tables": described(parts.compute.lookups.tables),
@@ -105,6 +106,9 @@ def check_data(there: SamplerMeta, parts: Parts, where: str) -> None:
             f"{where}: was trained on other data: some samples have changed; resume with the "
             "same data or start a new run"
         )
+    problem = next(filter(None, map(parts.loader.problem, there.places)), "")
+    if problem:
+        raise CheckpointError(f"{where}: is damaged: sampler.places: {problem}")
 
 
 def settled(config: Config, run_dir: Path | None = None) -> Config:

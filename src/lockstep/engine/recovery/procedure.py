@@ -96,6 +96,7 @@ class Recovery:
                 if self._must_restore():
                     self._restore_checkpoint()
                     copied, optimizer = True, None
+                self._microbatches.share_places(self._state.progress.step, all_known=True)
                 break
             except GroupBroken:
                 self._reporter.keep_calls(self._state.progress.step)

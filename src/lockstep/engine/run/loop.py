@@ -181,6 +181,7 @@ class Trainer:
             state.commit(result)
             self._check_state()
             self._follow_up()
+            self._microbatches.share_places_if_due(state.progress.step)
             yield from self._hand_out()
             self._balance(result)
             self._checkpointer.poll()
@@ -327,7 +328,7 @@ class Trainer:
         if not parts.placement.are_staged and not parts.placement.in_slices:
             means = mean_loss(parts.model, parts.compute, parts.loader)
         remarks = everywhere(self._transport, task.data_remarks)
-        for hint in (*ignored_methods(type(task)), *means, *remarks):
+        for hint in (*ignored_methods(type(task)), *means, *remarks, *parts.loader.remarks):
             self._runtime.emit(Warned(step=0, message=hint))
 
     def _finish(self) -> Finished:

@@ -11,6 +11,7 @@ from lockstep.engine.optimizer.optimizer_state import OptimizerState
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.timing import Times
+from lockstep.engine.training_data import share_places
 from lockstep.errors import ConfigError, RankFailure, shared
 from lockstep.parallel.layout import Assigned, share
 from lockstep.parallel.mesh import sizes_of_replicas
@@ -61,6 +62,9 @@ def check_enough_left(config: TrainConfig, num_ranks: int) -> None:
         )
 
 
+_PLACES_EVERY = 32
+"""Steps between two exchanges of how far parts of a stream were read: survivors of a loss read what
+the lost rank's microbatches have had since the last one again."""
 _LEAST_GAIN = 0.1
 """Fraction of a step's time that a new assignment must save; less may be noise."""
 
@@ -172,6 +176,7 @@ class Microbatches:
             parts: model, loader and training step of the run.
             progress: position of the run; the stream begins at its step.
         """
+        self._runtime = runtime
         self._transport = runtime.transport
         self._parts = parts
         # In rounds all ranks wait for the slowest one, however many microbatches it has.
@@ -207,8 +212,23 @@ class Microbatches:
         carries = self._parts.train_step.carries
         if carries is not None:
             carries.redistribute(of_ranks)
+        self.share_places(step)
         self._assign(proposal.ranges, step)
         return Proposal(of_ranks, mesh.replicas[proposal.slowest][0], proposal.slowdown)
+
+    def share_places(self, step: int, all_known: bool = False) -> None:
+        """Tell all ranks how far the parts of a stream have been read; a collective.
+
+        Args:
+            step: number of the next step, from 0.
+            all_known: whether some ranks may not know what was told before.
+        """
+        share_places(self._parts.loader, self._runtime, step, all_known)
+
+    def share_places_if_due(self, step: int) -> None:
+        """The same, every few steps."""
+        if step % _PLACES_EVERY == 0:
+            self.share_places(step)
 
     def refetch(self, step: int) -> None:
         """Restart the stream at a step, with new worker processes if there are any."""

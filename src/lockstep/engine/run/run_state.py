@@ -167,6 +167,7 @@ class RunState:
             "failed_step": self.failed_step,
             "reporter": self._reporter.state_dict(),
             "pass_starts": list(self._parts.loader.pass_starts),
+            "places": self._parts.loader.places(self.progress.step, all_known=True),
         }
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
@@ -174,6 +175,7 @@ class RunState:
         self.stop_reason, self.failed_step = values["stop_reason"], values["failed_step"]
         self._reporter.load_state_dict(values["reporter"])
         self._parts.loader.know_passes(values["pass_starts"])
+        self._parts.loader.add_places(values["places"])
 
     def _is_due(self, every: int) -> bool:
         """Every so many steps, or, for 0, at the end of an epoch."""

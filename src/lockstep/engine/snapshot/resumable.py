@@ -19,6 +19,7 @@ import torch
 
 from lockstep.config import TrainConfig
 from lockstep.config.parsing import as_type, shown
+from lockstep.data.parts import Place
 from lockstep.engine.assembly import Parts
 from lockstep.engine.carry.carries import check_named
 from lockstep.engine.carry.distributed_carries import DistributedCarries
@@ -49,6 +50,7 @@ class SamplerMeta:
         data_digest: SHA-256 of the first microbatch.
         task_digest: digest of all samples (`Task.data_digest`), if the task gives one.
         pass_starts: of a stream of unknown length, the positions at which passes over it begin.
+        places: how far the parts of a stream were read, for each microbatch.
     """
 
     num_samples: int | None
@@ -56,6 +58,7 @@ class SamplerMeta:
     data_digest: str
     task_digest: str | None = None
     pass_starts: tuple[int, ...] = ()
+    places: tuple[Place, ...] = ()
 
 
 @dataclass
