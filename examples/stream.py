@@ -59,6 +59,10 @@ class Windows(IterableDataset[Tensor]):
     def __init__(self, paths: list[Path], length: int, limit: int | None = None) -> None:
         self.paths, self.length, self.limit = paths, length, limit
 
+    def shard(self, index: int, count: int) -> "Windows":
+        """Every `count`-th file, for `data.stream_shards`."""
+        return Windows(self.paths[index::count], self.length, self.limit)
+
     def __iter__(self) -> Iterator[Tensor]:
         return itertools.islice(self.windows(), self.limit)
 

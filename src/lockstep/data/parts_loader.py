@@ -7,14 +7,13 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lockstep.config.parsing import as_type
 from lockstep.data.loader import Batch, BatchSource, Collate, set_epoch, to_device
-from lockstep.data.parts import PartsPass, Place, StreamParts
-from lockstep.data.passes import ShuffledPass
+from lockstep.data.parts import Place, StreamParts
+from lockstep.data.parts_reader import PartsReader
 from lockstep.data.random import (
     IdleGenerators,
     Stream,
@@ -31,137 +30,6 @@ from lockstep.parallel.layout import Assigned, Range
 
 _NUM_PLACES = 3
 """Places of a microbatch that are kept: ranks differ by one step, which may be done again."""
-
-
-class ShuffledParts(ShuffledPass):
-    """A pass over parts whose samples are shuffled in blocks."""
-
-    def __init__(self, inner: PartsPass, block_size: int, key: int) -> None:
-        def generator(block: int) -> np.random.Generator:
-            bits = random_key(key, Stream.BLOCK, inner.epoch, block)
-            return np.random.Generator(np.random.Philox(key=bits))
-
-        super().__init__(inner, block_size, generator)
-        self._parts = inner
-        self._block_place = inner.place()
-
-    def place(self) -> Place:
-        """The place where the present block begins, for its samples have to be read again."""
-        return self._block_place if self._next < len(self._block) else self._parts.place()
-
-    def check_end(self) -> None:
-        """See `PartsPass.check_end`."""
-        self._parts.check_end()
-
-    def _load(self) -> None:
-        self._block_place = self._parts.place()
-        super()._load()
-
-
-class PartsReader:
-    """Reads the samples of one microbatch; quickly if they come after a known place.
-
-    Parts of unknown length are read again when all of the microbatch's have ended; positions then
-    go on counting.
-    """
-
-    def __init__(
-        self, parts: StreamParts, microbatch: int, places: Iterable[Place], shuffle_buffer: int
-    ) -> None:
-        """Read the parts of a microbatch.
-
-        Args:
-            parts: all parts.
-            microbatch: number of the microbatch.
-            places: known places of this microbatch.
-            shuffle_buffer: number of samples that are shuffled together; 0 leaves their order.
-        """
-        self._parts = parts
-        self._microbatch = microbatch
-        self._places = tuple(places)
-        self._shuffle_buffer = shuffle_buffer
-        self._length = parts.length_of(microbatch)
-        self._pass: PartsPass | ShuffledParts | None = None
-        self._epoch = self._start = self._position = 0
-
-    def read(self, epoch: int, wanted: Range) -> tuple[int, list[Any]]:
-        """The number of the pass that the first sample is of, and the samples at some positions.
-
-        Args:
-            epoch: number of the epoch; 0 for parts of unknown length, whose positions count on.
-            wanted: positions in the epoch, at least one.
-
-        Raises:
-            DataError: the parts are empty, or have other lengths than they say.
-        """
-        try:
-            if self._pass is None or not self._is_at(epoch, wanted.first):
-                self._go_to(epoch, wanted.first)
-            first = self._next()
-            of_first = self._epoch
-            samples = [first, *(self._next() for _ in range(len(wanted) - 1))]
-            if self._position == self._length and self._pass is not None:
-                self._pass.check_end()
-        except BaseException:
-            self.close()  # a generator that has raised would look as if it had ended
-            raise
-        return of_first, samples
-
-    def place(self) -> Place:
-        """The place from which the sample after those that were read last can be reached."""
-        assert self._pass is not None
-        return self._pass.place()
-
-    def close(self) -> None:
-        """End the present pass; the next reading begins at a place."""
-        if self._pass is not None:
-            self._pass.close()
-        self._pass = None
-
-    def _is_at(self, epoch: int, position: int) -> bool:
-        is_right = self._length is None or self._epoch == epoch
-        return is_right and self._start + self._position == position
-
-    def _go_to(self, epoch: int, position: int) -> None:
-        is_endless = self._length is None
-        first = Place(self._microbatch, epoch)
-        near = [p for p in self._places if p.leads_to(None if is_endless else epoch, position)]
-        self._open(max(near, key=lambda place: place.order, default=first))
-        while (left := position - self._start - self._position) > 0:
-            assert self._pass is not None
-            skipped = self._pass.skip(left)
-            self._position += skipped
-            if skipped < left:
-                self._next_pass()
-
-    def _open(self, place: Place) -> None:
-        self.close()
-        self._epoch, self._start, self._position = place.epoch, place.start, place.position
-        self._pass = PartsPass(self._parts, place)
-        if self._shuffle_buffer:
-            key = self._parts.key(self._microbatch)
-            self._pass = ShuffledParts(self._pass, self._shuffle_buffer, key)
-
-    def _next(self) -> Any:
-        assert self._pass is not None
-        for sample in self._pass:
-            self._position += 1
-            return sample
-        self._next_pass()
-        return self._next()
-
-    def _next_pass(self) -> None:
-        """Read the parts again.
-
-        Raises:
-            DataError: they have no samples.
-        """
-        if not self._position:
-            raise DataError(
-                f"{self._parts.name(self._microbatch)}: microbatch {self._microbatch} has no "
-                f"samples in pass {self._epoch} over its parts; it needs at least one"
-            )
-        self._open(Place(self._microbatch, self._epoch + 1, self._start + self._position))
 
 
 class Fetched(NamedTuple):

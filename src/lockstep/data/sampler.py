@@ -297,8 +297,8 @@ class PartsLayout(BatchLayout):
             raise ConfigError(
                 f"data.drop_last=True: leaves nothing to train on, since microbatch {shortest} has "
                 f"{self._sizes[shortest]} samples in each step, and its parts have "
-                f"{lengths[shortest]}; set data.drop_last=False, lower batch_size, or deal out the "
-                "samples more evenly"
+                f"{lengths[shortest]}; set data.drop_last=False, lower batch_size, or give "
+                "all parts as many samples"
             )
 
     def step_size(self, step: int) -> int:
