@@ -220,7 +220,8 @@ def _files(path: Path) -> Iterator[_Member]:
     """
     name = ""
     try:
-        with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
+        # Unbuffered: a buffer would read samples too, which other ranks are to read.
+        with path.open("rb", buffering=0) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             while (member := tar.next()) is not None:
                 name = member.name
                 tar.members = []  # type: ignore[attr-defined]  # it would keep all of them

@@ -47,7 +47,7 @@ def manifest_of(
         reads: what the task's code has read of the run's length, if that is noted.
         step: committed optimizer steps.
     """
-    sampler = parts.sampler
+    sampler, has_places = parts.sampler, parts.loader.has_places
     return {
         "config": config.model_dump(mode="json"),
         "config_hash": config.hash,
@@ -57,7 +57,7 @@ def manifest_of(
             "task_digest": parts.task_digest,
             "epoch": sampler.epoch(step),
             "pass_starts": list(parts.loader.pass_starts),
-            "places": parts.loader.places(step, all_known=True),
+            **({"places": parts.loader.places(step, all_known=True)} if has_places else {}),
         },
         "optimizer": parts.train_step.optimizer_description,
         "tables": described(parts.compute.lookups.tables),
