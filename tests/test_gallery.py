@@ -33,12 +33,23 @@ class Small(NamedTuple):
     stop_at: int
 
 
-SLOW = {"cartpole", "finetune", "maxcut", "recommender", "stream", "tabular", "teacher"}
+SLOW = {
+    "cartpole",
+    "clip",
+    "finetune",
+    "maxcut",
+    "ranking",
+    "recommender",
+    "stream",
+    "tabular",
+    "teacher",
+}
 """Examples that take longest, and show nothing that the others do not show as well."""
 
 SIZES = {
     "cartpole": Small(("epochs=4", "longest=40", "batch_size=16"), 3),
     "circuit": Small(("epochs=2", "num_qubits=2", "num_layers=1"), 3),
+    "clip": Small(("epochs=2", "width=8", "eval_every=7"), 5),
     "digits": Small(("epochs=2",), 7),
     "finetune": Small(("epochs=2",), 3),
     "gan": Small(("steps=24", "width=16", "eval_every=12", "eval_batch_size=512"), 10),
@@ -58,10 +69,12 @@ SIZES = {
     ),
     "memory": Small(("steps=6", "batch_size=8", "width=16", "num_eval=4", "eval_every=6"), 4),
     "own_loop": Small(("epochs=2",), 30),
+    "ranking": Small(("epochs=3", "eval_every=3"), 5),
     "recommender": Small(
         ("steps=8", "num_clicks=2000", "num_users=100", "num_items=80", "width=4", "eval_every=4"),
         5,
     ),
+    "simclr": Small(("epochs=2", "width=16", "eval_every=6"), 5),
     "stream": Small(
         (
             "steps=6",

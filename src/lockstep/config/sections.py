@@ -161,6 +161,14 @@ class CarryConfig(Section):
     loss of a rank takes training back to the newest checkpoint."""
 
 
+class BatchLossConfig(Section):
+    """Losses over the whole batch (`Task.batch_loss`)."""
+
+    recompute: bool = Field(default=False, json_schema_extra=NO_OUTCOME)
+    """Compute a second forward pass of each microbatch instead of keeping its activations until the
+    loss is known."""
+
+
 class CompressionConfig(Section):
     """Gradients that travel in fewer bytes. Each microbatch's is compressed by itself."""
 

@@ -20,6 +20,7 @@ from lockstep.config.section import (
     outcome,
 )
 from lockstep.config.sections import (
+    BatchLossConfig,
     CarryConfig,
     CheckpointConfig,
     CompressionConfig,
@@ -75,6 +76,7 @@ class TrainConfig(Section):
     """Where ranks compute; `auto` is a GPU for each rank if the host has that many, else the CPU.
     The hash holds the word, not the device found."""
 
+    batch_loss: BatchLossConfig = Field(default=BatchLossConfig(), json_schema_extra=NO_OUTCOME)
     local: LocalConfig = LocalConfig()
     compression: CompressionConfig = CompressionConfig()
     carry: CarryConfig = Field(default=CarryConfig(), json_schema_extra=NO_OUTCOME)

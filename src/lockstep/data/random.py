@@ -35,6 +35,8 @@ class Stream(IntEnum):
     BLOCKS = 12
     COMPRESSION = 13
     PART = 14
+    BATCH_LOSS = 15
+    BACKWARD = 16
 
 
 _MASK = (1 << 64) - 1

@@ -27,6 +27,7 @@ from lockstep.engine.evaluation.batches import (
 from lockstep.engine.evaluation.evaluation import Evaluation
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.hook import Hook
+from lockstep.engine.passes.batch_loss import check_batch_loss_fits
 from lockstep.engine.passes.buffers import ForwardState
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.passes.stages import stages_of
@@ -116,6 +117,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         on_all(lambda: _check_whole_model(task_state, config))
     if has_carry(task):
         on_all(lambda: _check_carry_fits(task, config))
+    on_all(lambda: check_batch_loss_fits(task, config))
     model, compute, optimizer = on_all(lambda: built(task, config, runtime.device))
     schedulers = on_all(lambda: attached_schedulers(task, compute, optimizer, config))
     sizes = {"mesh.pp": config.mesh.pp, "mesh.tp": config.mesh.tp}
@@ -187,8 +189,11 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     size, can_regroup = placement.data.size, transport.can_regroup
     has_phases = compute.phases.are_several
     inner = compute.local.optimizer if compute.local else None
+    gathered = compute.batch_loss.kept_bytes(config.batch_size) if compute.batch_loss else 0
     on_all(
-        lambda: check_memory(config, model, flat, optimizer, size, can_regroup, has_phases, inner),
+        lambda: check_memory(
+            config, model, flat, optimizer, size, can_regroup, has_phases, inner, gathered
+        ),
     )
     constants = Constants(model, trial.changed)
     datasets = {"train": loader.dataset} | {name: e.dataset for name, e in splits.items()}

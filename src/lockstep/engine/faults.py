@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lockstep.comm.transport import GroupBroken
 from lockstep.config.files import read_bytes
 from lockstep.config.parsing import as_type, parse_object, shown
-from lockstep.engine.task import Loss, Task, has_carry
+from lockstep.engine.task import Loss, Task, has_batch_loss, has_carry
 from lockstep.errors import ConfigError
 from lockstep.nn.pipeline import Pipeline
 
@@ -31,8 +31,8 @@ FAULTS = "LOCKSTEP_FAULTS"
 """Environment variable that holds a JSON list of faults."""
 
 Moment = Literal[
-    "forward", "backward", "shards_forward", "shards_backward", "send", "receive",
-    "unshard", "leave",
+    "forward", "outputs", "second_forward", "backward", "shards_forward", "shards_backward",
+    "send", "receive", "unshard", "leave",
     "compute", "reduce", "summing", "copying", "between", "factors", "reduced", "optimizer",
     "search", "gather", "gathered", "lookup", "rows", "rows_summed",
     "copy", "copied", "committed", "places", "evaluate", "checkpoint", "regroup", "catch_up",
@@ -41,6 +41,8 @@ Moment = Literal[
 """Moments of a step, in the order of the list:
 
 - forward, backward: inside a pass, when some modules have run, or some gradients exist;
+- outputs, second_forward: before outputs are gathered for a loss over the whole batch
+  (`Task.batch_loss`), and inside the second forward pass (`batch_loss.recompute`);
 - shards_forward, shards_backward: before a sum over shards in a pass (`mesh.tp`);
 - send, receive: before activations or gradients are sent to another stage, and before a stage waits
   for them (`mesh.pp`);
@@ -205,7 +207,8 @@ def injector(env: Mapping[str, str], slot: int) -> At:
 def edited(task: Task, env: Mapping[str, str], slot: int) -> Task:
     """The task of a new process: with another loss, if a fault of kind `edit` is meant for it."""
     plan = _plan(env)
-    original = task.loss
+    is_whole = has_batch_loss(task)
+    original: Callable[..., Any] = task.batch_loss if is_whole else task.loss
 
     def loss(*args: Any) -> Any:
         returned = original(*args)
@@ -216,7 +219,7 @@ def edited(task: Task, env: Mapping[str, str], slot: int) -> Task:
     for fault in _due(plan, slot):
         if fault.kind == "edit":
             _note(asdict(fault), plan.log)
-            task.loss = loss  # type: ignore[method-assign]
+            setattr(task, "batch_loss" if is_whole else "loss", loss)
     return task
 
 
@@ -269,10 +272,11 @@ class FaultsInside:
 
     Attributes:
         step: number of the step that is being computed.
+        is_second: whether a forward pass is the second one of its microbatch.
     """
 
     def __init__(self, model: nn.Module, at: At) -> None:
-        self.step = 0
+        self.step, self.is_second = 0, False
         self._at = at
         if at is nothing:
             return
@@ -291,7 +295,7 @@ class FaultsInside:
 
     def _in_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if module.training:
-            self._at("forward", self.step)
+            self._at("second_forward" if self.is_second else "forward", self.step)
 
     def _in_backward(self, parameter: Tensor) -> None:
         self._at("backward", self.step)

@@ -60,12 +60,49 @@ class WholeBatchesOnly(Plain):
         return Loss(F.cross_entropy(logits, y), len(y))
 
 
+class Contrastive(Plain):
+    """Each sample is told from the others of its microbatch."""
+
+    def of(self, logits: Tensor, y: Tensor) -> Loss:
+        z = F.normalize(logits, dim=1)
+        return Loss(F.cross_entropy(z @ z.T, torch.arange(len(z)), reduction="sum"), len(z))
+
+
+class Penalised(Plain):
+    """Adds something for each batch, whatever is in it."""
+
+    def of(self, logits: Tensor, y: Tensor) -> Loss:
+        loss = super().of(logits, y)
+        return Loss(loss.sum + 3.0, loss.weight)
+
+
+class Noisy(Contrastive):
+    """Halves get other random numbers, so their losses tell nothing."""
+
+    def of(self, logits: Tensor, y: Tensor) -> Loss:
+        return super().of(logits + torch.randn_like(logits), y)
+
+
+class Whole(Plain):
+    """Written for the whole batch."""
+
+    loss = Task.loss
+
+    def outputs(self, model: nn.Module, batch: Any) -> Tensor:
+        logits: Tensor = model(batch[0])
+        return logits
+
+    def batch_loss(self, outputs: Tensor, batch: Any) -> Loss:
+        return Contrastive().of(outputs, batch[1])
+
+
 def warnings(task: Task, tmp_path: Any, **keys: Any) -> list[str]:
     events: list[Event] = []
+    tmp_path.mkdir(exist_ok=True)
     runtime = Runtime(
         LocalTransport(), torch.device("cpu"), 0, "python", 0, events.append, lambda: None
     )
-    config = TrainConfig(batch_size=32, num_microbatches=2, steps=2, **keys)
+    config = TrainConfig(**{"batch_size": 32, "num_microbatches": 2, "steps": 2} | keys)
     trainer = Trainer(task, config, runtime, RunDirectory(tmp_path))
     before = {n: b.clone() for n, b in trainer._parts.model.named_buffers()}
     assert before["1.running_mean"].abs().sum() == 0
@@ -73,7 +110,9 @@ def warnings(task: Task, tmp_path: Any, **keys: Any) -> list[str]:
     return [e.message for e in events if isinstance(e, Warned)]
 
 
-@pytest.mark.parametrize("kind", [Plain, MeanOfMeans, SaidToBeMean, WholeBatchesOnly])
+@pytest.mark.parametrize(
+    "kind", [Plain, MeanOfMeans, SaidToBeMean, WholeBatchesOnly, Penalised, Noisy, Whole]
+)
 def test_no_hint_without_a_reason(kind: type[Task], tmp_path: Any) -> None:
     assert warnings(kind(), tmp_path) == []
 
@@ -82,6 +121,13 @@ def test_a_sum_that_is_a_mean_is_said_so(tmp_path: Any) -> None:
     [message] = warnings(Mean(), tmp_path)
     assert "Loss.sum seems to be a mean" in message
     assert "Loss.mean(loss, " in message
+
+
+def test_a_loss_that_compares_samples_of_a_microbatch_is_said_so(tmp_path: Any) -> None:
+    [message] = warnings(Contrastive(), tmp_path / "two")
+    assert "Task.loss: its value depends on which samples share a microbatch" in message
+    assert "Task.outputs and Task.batch_loss: see how-to/batch-loss" in message
+    assert warnings(Contrastive(), tmp_path / "one", num_microbatches=1) == []
 
 
 def test_a_mean_is_multiplied_with_its_weight() -> None:

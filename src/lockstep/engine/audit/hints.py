@@ -5,14 +5,19 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.data.loader import BatchSource
 from lockstep.engine.audit.reachable import codes
+from lockstep.engine.evaluation.evaluation import eval_mode
 from lockstep.engine.passes.buffers import KeptBuffers, tensor_places
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.task import Task
@@ -40,6 +45,12 @@ _CLOSE = 0.85
 
 _MEAN = (1.6, 2.4)
 """Range of the sum of both halves' losses, divided by the whole's, if each is a mean."""
+
+_COUPLED = 1e-3
+"""Least relative difference of sums over two ways to halve a microbatch that is no rounding."""
+_ABOVE_ROUNDING = 100
+"""Least ratio of that difference to the one that another order of samples makes."""
+_LEAST_SAMPLES = 4
 
 
 def ignored_methods(kind: type[Task]) -> list[str]:
@@ -90,6 +101,42 @@ def mean_loss(model: nn.Module, compute: Compute, loader: BatchSource) -> list[s
     ]
 
 
+def coupled_loss(model: nn.Module, compute: Compute, loader: BatchSource) -> list[str]:
+    """A message if the loss of a sample seems to depend on the others of its microbatch.
+
+    A microbatch is halved in two ways, in evaluation mode: for any loss that is a sum over samples,
+    and whatever it adds for each batch, the halves of both ways add up to the same. Losses that
+    draw random numbers, or batches that cannot be halved, tell nothing.
+    """
+    has_own_statistics = any(
+        isinstance(m, _NormBase) and not m.track_running_stats for m in model.modules()
+    )
+    if compute.has_carry or compute.lookups.tables or has_own_statistics:
+        return []
+    buffers = KeptBuffers(model)
+    is_coupled = False
+    # A task need not work with batches of other sizes, or in evaluation mode.
+    with contextlib.suppress(Exception, SystemExit), eval_mode(model):
+        batch = loader.microbatch(0, 0)
+        halves = torch.arange(_num_samples(batch)).tensor_split(2)
+        mixed = torch.cat(halves)[::2], torch.cat(halves)[1::2]
+        one, weight = _sum_of_parts(compute, batch, halves)
+        other, other_weight = _sum_of_parts(compute, batch, mixed)
+        if abs(other - one) > _COUPLED * abs(one) and math.isclose(weight, other_weight):
+            # Two halves with their samples in another order: what rounding, or that order, makes.
+            turned, _ = _sum_of_parts(compute, batch, [half.flip(0) for half in halves])
+            is_coupled = abs(other - one) > _ABOVE_ROUNDING * abs(turned - one)
+    buffers.restore()
+    if not is_coupled:
+        return []
+    return [
+        "Task.loss: its value depends on which samples share a microbatch, so num_microbatches "
+        "changes what is learned. A loss that compares samples with one another (contrastive, "
+        "ranking, redundancy) sees the whole batch if it is written as Task.outputs and "
+        "Task.batch_loss: see how-to/batch-loss in the documentation"
+    ]
+
+
 @contextmanager
 def shards_explained(model: nn.Module) -> Iterator[None]:
     """Explain an exception about a tensor in shards: where it comes from, and what to do.
@@ -118,6 +165,29 @@ def shards_explained(model: nn.Module) -> Iterator[None]:
             f"{what}: {str(error).splitlines()[0]}. It is a tensor whose features are cut into "
             f"shards (num_shards): {kind.remedy}"
         ) from error
+
+
+def _num_samples(batch: Any) -> int:
+    """The samples of a batch of tensors, each with a row for each.
+
+    Raises:
+        ValueError: it is something else, or too small to be halved in two ways.
+    """
+    sizes = {len(leaf) if isinstance(leaf, Tensor) else 0 for leaf in tree_leaves(batch)}
+    if len(sizes) != 1 or min(sizes) < _LEAST_SAMPLES:
+        raise ValueError("cannot be halved")
+    return sizes.pop()
+
+
+def _sum_of_parts(compute: Compute, batch: Any, parts: Sequence[Tensor]) -> tuple[float, float]:
+    """The losses of parts of a batch, given by their indices, and the weights, added up."""
+    losses = [
+        compute.steady_loss(tree_map(lambda t, part=part: t[part.to(t.device)], batch))
+        for part in parts
+    ]
+    return sum(float(loss.sum.detach()) for loss in losses), sum(
+        float(one.weight) for one in losses
+    )
 
 
 def _own_methods(kind: type[Task]) -> Iterator[tuple[str, FunctionType]]:

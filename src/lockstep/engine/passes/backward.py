@@ -90,6 +90,8 @@ class Forwarded:
         deltas: changes of buffers.
         fetch: gives scalars and counters.
         num_scalars: number of scalars.
+        weight: weight of the changes of buffers; None for that of the loss.
+        is_scaled: whether the loss has the loss scale already.
     """
 
     loss: Tensor | None
@@ -98,6 +100,21 @@ class Forwarded:
     deltas: list[Tensor]
     fetch: Callable[[], list[float]]
     num_scalars: int
+    weight: float | None = None
+    is_scaled: bool = False
+
+    def take(self, loss: Tensor | None, scalars: list[float], weight: float) -> None:
+        """Take what was computed after the forward pass, over the whole batch.
+
+        Args:
+            loss: scalar whose backward pass is that of the microbatch, with the loss scale; None if
+                it has none.
+            scalars: what the leaf has for scalars.
+            weight: weight of its changes of buffers.
+        """
+        fetch = self.fetch
+        self.loss, self.weight, self.is_scaled = loss, weight, True
+        self.fetch = lambda: [*scalars, *fetch()[self.num_scalars :]]
 
 
 class Backward:
@@ -121,9 +138,13 @@ class Backward:
         axis = self._pipeline.axis if self._pipeline is not None else None
         return axis if axis is not None and len(axis.stages) > 1 else None
 
-    def begin(self) -> None:
-        """Prepare for a forward pass; others may come before its backward pass."""
-        if self._axis is not None:
+    def begin(self, is_backward_late: bool = False) -> None:
+        """Prepare for a forward pass.
+
+        Args:
+            is_backward_late: whether others come before its backward pass.
+        """
+        if is_backward_late or self._axis is not None:
             self._state.fetch()
 
     def forwarded(
@@ -164,15 +185,15 @@ class Backward:
             loss_scale: factor of the loss in the backward pass, 1 for none.
             inputs: parameters that get gradients, also such as other ranks hold; all by default.
         """
-        weight: float | None = None
+        weight = passed.weight
         axis = self._axis
         targets = self._targets(inputs, passed)
         if self._storage is not None:
             self._storage.begin_backward()
         if passed.loss is not None:
-            scaled = passed.loss if loss_scale == 1.0 else passed.loss * loss_scale
-            backward(scaled, targets)
-        else:
+            is_scaled = loss_scale == 1.0 or passed.is_scaled
+            backward(passed.loss if is_scaled else passed.loss * loss_scale, targets)
+        elif axis is not None:
             weight = self._backward_from_next(passed.outputs, targets)
         if axis is not None and not axis.is_first:
             self._send_back(passed.inputs, passed.fetch()[1] if weight is None else weight)

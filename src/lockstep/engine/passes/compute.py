@@ -12,14 +12,16 @@ from torch import Tensor, nn
 
 from lockstep.config import TrainConfig
 from lockstep.data.attributes import AttributeGuard
-from lockstep.data.random import IdleGenerators, Stream, random_key, seed_all
+from lockstep.data.random import IdleGenerators, Stream, global_state, random_key, seed_all
 from lockstep.engine.carry.carries import Carries, Carry
+from lockstep.engine.passes.batch_loss import WHERE, BatchLoss, WholeLoss
 from lockstep.engine.passes.local_steps import LocalSteps
 from lockstep.engine.passes.loss_checks import check_has_gradient, check_loss, pair_of, place
 from lockstep.engine.passes.phases import Phases
 from lockstep.engine.passes.precision import autocast
+from lockstep.engine.passes.rows import Gathered, Rows
 from lockstep.engine.tables.run_tables import Lookups
-from lockstep.engine.task import Loss, Number, Phase, Task, has_carry
+from lockstep.engine.task import Loss, Number, Phase, Task, has_batch_loss, has_carry
 from lockstep.errors import TaskError
 from lockstep.nn.pipeline import Pipeline
 from lockstep.nn.sparse_embedding import Fetched
@@ -35,6 +37,7 @@ class Compute:
         guard: notices attributes that one pass sets and another one reads.
         has_carry: whether microbatches carry state from step to step.
         local: steps of workers between two exchanges; None if gradients are exchanged.
+        batch_loss: loss over the whole batch; None if each microbatch has a loss of its own.
         lookups: tables of the model, and which rows of them a batch looks up.
     """
 
@@ -46,6 +49,9 @@ class Compute:
         self.phases = Phases(task)
         self._metrics: dict[str, tuple[str, ...]] = {}
         self.local = LocalSteps(task, model, config) if config.local.steps > 1 else None
+        self.batch_loss: BatchLoss | None = None
+        if has_batch_loss(task):
+            self.batch_loss = BatchLoss(task, model, self._autocast)
         self.has_carry = has_carry(task) or self.local is not None
         self.lookups = Lookups(task, model, device)
         self.watched = IdleGenerators({})
@@ -109,6 +115,10 @@ class Compute:
             loss = self._stepped(self.local, phase, microbatch, batch, carries or Carries())
             self.watched.check()
             return loss
+        if self.batch_loss is not None:
+            loss = self._alone(self.batch_loss, step, microbatch, batch)
+            self._check(phase, loss)
+            return loss
         with self._open(), self._autocast():
             if self.has_carry:
                 loss = self._carried_on(phase, microbatch, batch, carries or Carries())
@@ -117,6 +127,73 @@ class Compute:
         self.watched.check()
         self._check_stage(place(phase))
         self._check(phase, loss)
+        return loss
+
+    def steady_loss(self, batch: Any) -> Loss:
+        """The loss of a batch in the first step, without autocast.
+
+        Raises:
+            TaskError: it draws random numbers.
+        """
+        seed_all(0)
+        before = global_state()
+        with self._open():
+            loss: Loss = self.phases.at(0).loss(self._model, batch)
+        if global_state() != before:
+            raise TaskError("Task.loss: draws random numbers")
+        return loss
+
+    def rows(self, batch_loss: BatchLoss, step: int, microbatch: int, batch: Any) -> Rows:
+        """What a microbatch gives the loss over the whole batch, with random state as `forward`.
+
+        Args:
+            batch_loss: what `batch_loss` of this object is.
+            step: number of the step.
+            microbatch: number of the microbatch.
+            batch: its samples.
+
+        Raises:
+            TaskError: the outputs are not what they must be.
+        """
+        self.guard.enter((step, microbatch))
+        seed_all(random_key(self._seed, Stream.FORWARD, step, microbatch))
+        with self._open(), self._autocast():
+            rows = batch_loss.rows(batch)
+        self.watched.check()
+        return rows
+
+    def over_batch(
+        self, batch_loss: BatchLoss, step: int, gathered: Gathered, loss_scale: float
+    ) -> WholeLoss:
+        """The loss over the whole batch, with random state that depends on the step only.
+
+        Args:
+            batch_loss: what `batch_loss` of this object is.
+            step: number of the step.
+            gathered: rows of all microbatches.
+            loss_scale: factor of the loss in the backward pass, 1 for none.
+
+        Raises:
+            TaskError: the loss is not what it must be.
+        """
+        self.guard.enter((step, WHERE))
+        seed_all(random_key(self._seed, Stream.BATCH_LOSS, step))
+        whole = batch_loss.whole(gathered, loss_scale)
+        self.watched.check()
+        self._check_metrics(self.phases.at(step), whole.loss)
+        return whole
+
+    def enter_backward(self, step: int, microbatch: int) -> None:
+        """Set the random state of a backward pass that does not follow its forward pass at once."""
+        self.guard.enter((step, microbatch))
+        seed_all(random_key(self._seed, Stream.BACKWARD, step, microbatch))
+
+    def _alone(self, batch_loss: BatchLoss, step: int, microbatch: int, batch: Any) -> Loss:
+        """The loss over one microbatch as if it were the whole batch."""
+        rows = self.rows(batch_loss, step, microbatch, batch)
+        self.guard.enter((step, WHERE))
+        loss = batch_loss.alone(rows)
+        self.watched.check()
         return loss
 
     def _check(self, phase: Phase, loss: Loss) -> None:
@@ -128,6 +205,10 @@ class Compute:
         where = place(phase)
         check_loss(where, loss)
         check_has_gradient(where, loss)
+        self._check_metrics(phase, loss)
+
+    def _check_metrics(self, phase: Phase, loss: Loss) -> None:
+        where = place(phase)
         found = tuple(sorted(loss.metrics))
         names = self._metrics.setdefault(phase.name, found)
         if found != names:

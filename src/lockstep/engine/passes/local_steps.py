@@ -10,7 +10,7 @@ inner optimizer, which is the carry of the microbatch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -162,7 +162,7 @@ class LocalSteps:
             )
             for name in losses[0].metrics
         }
-        total: Tensor = _Come.apply(value, come, *self._parameters)  # type: ignore[no-untyped-call]
+        total = with_gradients(value, come, self._parameters)
         after = self._state()
         self._check_held(before)
         return Loss(total, weight, pairs), after
@@ -283,8 +283,8 @@ class _Within(nn.Module):
         return function(self.model)
 
 
-class _Come(torch.autograd.Function):
-    """A value with given gradients in parameters."""
+class _Given(torch.autograd.Function):
+    """A value with given gradients."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: list[Tensor], *_: Tensor) -> Tensor:
@@ -294,6 +294,18 @@ class _Come(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
         return (None, None, *(outer[0] * gradient for gradient in ctx.gradients))
+
+
+def with_gradients(value: Tensor, gradients: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    """A scalar whose gradients are given.
+
+    Args:
+        value: value of the scalar.
+        gradients: its gradient in each of the tensors.
+        tensors: tensors that have a gradient.
+    """
+    made: Tensor = _Given.apply(value, gradients, *tensors)  # type: ignore[no-untyped-call]
+    return made
 
 
 def parts_of(batch: Any, num_parts: int) -> list[Any]:

@@ -22,7 +22,11 @@ _UNCHANGED = "parameters and checkpoints are as after the step before"
 
 
 def non_finite_loss(
-    transport: Transport, step: int, losses: Mapping[int, float], is_divided: bool = False
+    transport: Transport,
+    step: int,
+    losses: Mapping[int, float],
+    is_divided: bool = False,
+    is_over_batch: bool = False,
 ) -> NonFiniteError:
     """Name the microbatches; a collective.
 
@@ -31,11 +35,14 @@ def non_finite_loss(
         step: number of the step.
         losses: loss sums of this rank's microbatches by number.
         is_divided: whether a rank has a part of the parameters only.
+        is_over_batch: whether they are parts of one loss, over the whole batch.
     """
     bad = [[m, str(value)] for m, value in losses.items() if not math.isfinite(value)]
     everyone = transport.gather_json(bad)
     places = [
-        f"{value} in microbatch {m} (rank {rank})"
+        f"{value} (Task.batch_loss)"
+        if is_over_batch
+        else f"{value} in microbatch {m} (rank {rank})"
         for rank, losses_there in enumerate(everyone)
         for m, value in losses_there
     ]
@@ -115,7 +122,7 @@ def check_loss(where: str, loss: Any) -> None:
         )
     if not isinstance(loss.sum, Tensor) or loss.sum.dim() != 0:
         raise TaskError(
-            f"Task.{where}: Loss.sum must be a scalar tensor, is {_described(loss.sum)}; sum "
+            f"Task.{where}: Loss.sum must be a scalar tensor, is {described(loss.sum)}; sum "
             "the loss over the batch"
         )
     _check_scalars(where, loss)
@@ -129,25 +136,25 @@ def _check_scalars(where: str, loss: Loss) -> None:
     """
     if not _is_scalar(loss.weight):
         raise TaskError(
-            f"Task.{where}: Loss.weight must be a number, is {_described(loss.weight)}; give the "
+            f"Task.{where}: Loss.weight must be a number, is {described(loss.weight)}; give the "
             "number of samples of the batch"
         )
     if not isinstance(loss.metrics, Mapping):
         raise TaskError(
             f"Task.{where}: Loss.metrics must be a dict of name: (sum, weight), is "
-            f"{_described(loss.metrics)}"
+            f"{described(loss.metrics)}"
         )
     for name, pair in loss.metrics.items():
         if not (isinstance(pair, tuple | list) and len(pair) == 2):
             raise TaskError(
                 f"Task.{where}: metric {name!r} must be a pair (sum, weight), is "
-                f"{_described(pair)}; give its sum over the batch, and the number of samples"
+                f"{described(pair)}; give its sum over the batch, and the number of samples"
             )
         for value in pair:
             if not _is_scalar(value):
                 raise TaskError(
                     f"Task.{where}: metric {name!r} must be a pair of scalars (sum, weight), has "
-                    f"{_described(value)}; sum over the batch"
+                    f"{described(value)}; sum over the batch"
                 )
 
 
@@ -172,7 +179,7 @@ def pair_of(where: str, returned: Any) -> tuple[Any, Any]:
     if not (isinstance(returned, tuple) and len(returned) == 2):
         raise TaskError(
             f"Task.{where}: must return (lockstep.Loss, carry), since there is a Task.carry; "
-            f"returned {_described(returned)}"
+            f"returned {described(returned)}"
         )
     return returned
 
@@ -198,7 +205,8 @@ def _is_scalar(value: object) -> bool:
     return value.dim() == 0 if isinstance(value, Tensor) else isinstance(value, Real)
 
 
-def _described(value: object) -> str:
+def described(value: object) -> str:
+    """What messages call a value of the wrong kind."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, tuple | list):

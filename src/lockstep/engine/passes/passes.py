@@ -17,12 +17,14 @@ from lockstep.engine.carry.distributed_carries import DistributedCarries
 from lockstep.engine.faults import FaultsInside
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.passes.backward import Backward, Forwarded
+from lockstep.engine.passes.batch_loss import BatchLoss
 from lockstep.engine.passes.block_storage import BlockStorage
-from lockstep.engine.passes.buffers import ForwardState
-from lockstep.engine.passes.compute import Compute
+from lockstep.engine.passes.buffers import ForwardState, same_bits
+from lockstep.engine.passes.compute import Compute, copied
 from lockstep.engine.passes.precision import LossScale
+from lockstep.engine.passes.rows import Rows, gather
 from lockstep.engine.placement import Placement
-from lockstep.engine.runtime import Runtime
+from lockstep.engine.runtime import Raised, Runtime
 from lockstep.engine.tables.step_tables import Tables
 from lockstep.engine.timing import Stopwatch
 from lockstep.errors import TaskError
@@ -64,6 +66,21 @@ class StepParts:
     storage: BlockStorage | None
 
 
+@dataclass
+class _Made:
+    """What is kept of a microbatch until the loss over the whole batch is known.
+
+    Attributes:
+        rows: what it gives the loss.
+        passed: what its forward pass has left; None if there will be a second one.
+        batch: batch for the second one.
+    """
+
+    rows: Rows
+    passed: Forwarded | None
+    batch: Any
+
+
 class Passes:
     """Computes the microbatches of this rank, and adds them up as far as it can alone.
 
@@ -81,11 +98,17 @@ class Passes:
         )  # fmt: skip
         # Compression keeps carries of its own, which no microbatch sees.
         self._carries = parts.carries if parts.compute.has_carry else None
+        self._recomputes = parts.config.batch_loss.recompute
         self._inside = FaultsInside(parts.model, parts.runtime.at)
         self.num_scalars = 2 + 2 * len(parts.compute.metrics)
         self._scalars = torch.zeros(self.num_scalars, dtype=torch.float64)
         self._numbers = self._scalars.numpy()
         self.use(flat)
+
+    @property
+    def is_over_batch(self) -> bool:
+        """Whether the loss is one of the whole batch, whose value is the first microbatch's."""
+        return self._compute.batch_loss is not None
 
     def use(self, flat: FlatTensors) -> None:
         """Make gradients of these parameters from now on."""
@@ -140,6 +163,10 @@ class Passes:
             batches: step, number and batch of each microbatch, in order.
             sums: takes their leaves.
         """
+        if self._compute.batch_loss is not None:
+            numbers = [microbatch for kind, microbatch, _ in passes if kind == "forward"]
+            self._run_over_batch(self._compute.batch_loss, step, numbers, batches, sums)
+            return
         watch = self._watch
         passed: dict[tuple[int, int], Forwarded | None] = {}
         # A loss may change its batch, and each stage computes it from the beginning.
@@ -164,6 +191,86 @@ class Passes:
             self._runtime.heartbeat.beat()
             self._runtime.at("compute", step)
         self._placement.stage_order.finish()
+
+    def _run_over_batch(
+        self,
+        batch_loss: BatchLoss,
+        step: int,
+        numbers: Sequence[int],
+        batches: Iterator[Any],
+        sums: LeafSums,
+    ) -> None:
+        """Compute a step's microbatches, whose loss is over the whole batch; a collective."""
+        watch = self._watch
+        made: dict[int, _Made | None] = {}
+        error: Raised | None = None
+        try:
+            for microbatch in numbers:
+                batch = self.fetched(step, microbatch, batches)
+                watch.data_s += watch.lap()
+                made[microbatch] = self._rows(batch_loss, step, microbatch, batch)
+                watch.compute_s += watch.lap()
+                self._runtime.heartbeat.beat()
+            self._runtime.at("outputs", step)
+        except (Exception, SystemExit) as caught:
+            error = caught  # the other ranks are about to gather, and would wait for this one
+        rows = {m: one.rows if one else None for m, one in made.items()}
+        gathered = gather(self._placement.data, self._runtime.device, batch_loss.names, rows, error)
+        watch.communication_s += watch.lap()
+        whole = self._compute.over_batch(batch_loss, step, gathered, self._loss_scale.value)
+        values = copied(self._compute.scalars(step, whole.loss))()
+        for microbatch in numbers:
+            one, passed = made.pop(microbatch), None
+            if one is not None:
+                passed = one.passed or self._passed_again(batch_loss, step, microbatch, one)
+                is_bearer = microbatch == whole.bearer
+                self._compute.enter_backward(step, microbatch)
+                passed.take(
+                    whole.of(microbatch, one.rows.outputs),
+                    values if is_bearer else [0.0] * self.num_scalars,
+                    whole.weight_of(microbatch),
+                )
+            self._backward_pass(step, microbatch, passed, sums, completes=True)
+            watch.compute_s += watch.lap()
+            self._runtime.heartbeat.beat()
+            self._runtime.at("compute", step)
+
+    def _rows(self, batch_loss: BatchLoss, step: int, microbatch: int, batch: Any) -> _Made | None:
+        """The forward pass of a microbatch, whose backward pass needs the others' first."""
+        if batch is None:
+            return None
+        kept = copy.deepcopy(batch) if self._recomputes else None
+        self._backward.begin(is_backward_late=True)
+        rows = self._compute.rows(batch_loss, step, microbatch, batch)
+        passed = self._backward.forwarded(None, (), [0.0] * self.num_scalars)
+        if self._recomputes:
+            return _Made(rows.without_graph(), None, kept)
+        return _Made(rows, passed, None)
+
+    def _passed_again(
+        self, batch_loss: BatchLoss, step: int, microbatch: int, made: _Made
+    ) -> Forwarded:
+        """The forward pass of a microbatch once more, for its activations.
+
+        Raises:
+            TaskError: it gave other outputs.
+        """
+        self._inside.is_second = True
+        try:
+            self._backward.begin()
+            rows = self._compute.rows(batch_loss, step, microbatch, made.batch)
+        finally:
+            self._inside.is_second = False
+        for name, first, second in zip(batch_loss.names, made.rows.all, rows.all, strict=True):
+            if not same_bits(first, second):
+                raise TaskError(
+                    f"Task.outputs: gave other {name} in the second forward pass of a microbatch "
+                    "(batch_loss.recompute), though samples, random state, parameters and buffers "
+                    "were the same; keep no state between batches, or set "
+                    "batch_loss.recompute=false"
+                )
+        made.rows = rows
+        return self._backward.forwarded(None, (), [0.0] * self.num_scalars)
 
     def fetched(self, step: int, microbatch: int, batches: Iterator[Any]) -> Any:
         """The next batch, which must be this one; None if there is nothing in it."""

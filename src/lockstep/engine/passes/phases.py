@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.config.parsing import shown
 from lockstep.engine.optimizer.choice import named_optimizers
-from lockstep.engine.task import Phase, Task, has_carry
+from lockstep.engine.task import Phase, Task, has_batch_loss, has_carry
 from lockstep.errors import TaskError
 
 _PLAIN = ""
@@ -107,6 +107,8 @@ def _checked(task: Task) -> list[Phase]:
     where = f"{type(task).__name__}.phases"
     if not isinstance(phases, Sequence) or not all(isinstance(p, Phase) for p in phases):
         raise TaskError(f"{where}: must return a list of lockstep.Phase, returned {shown(phases)}")
+    if _check_batch_loss(task, has_phases=bool(phases)):
+        return [Phase(_PLAIN, task.loss)]
     if not phases:
         if type(task).loss is Task.loss:
             raise TaskError(
@@ -126,6 +128,36 @@ def _checked(task: Task) -> list[Phase]:
             raise TaskError(f"{where}: {phase.name}: loss={shown(phase.loss)}: is no function")
         _check_arguments(task, f"{where}: {phase.name}: loss", phase.loss)
     return list(phases)
+
+
+def _check_batch_loss(task: Task, has_phases: bool) -> bool:
+    """Whether a task has a loss over the whole batch.
+
+    Raises:
+        TaskError: it lacks a part of one, or has another loss too.
+    """
+    kind, has_outputs = type(task), type(task).outputs is not Task.outputs
+    if not has_outputs and not has_batch_loss(task):
+        return False
+    for name, is_there, takes in (
+        ("outputs", has_outputs, "(model, batch) and returns tensors with a row for each sample"),
+        ("batch_loss", has_batch_loss(task), "(outputs, batch) and returns lockstep.Loss"),
+    ):
+        if not is_there:
+            raise TaskError(
+                f"{kind.__name__}.{name}: is missing; a loss over the whole batch needs outputs "
+                f"and batch_loss: write {name}, which takes {takes}"
+            )
+        method = getattr(task, name)
+        if not callable(method) or not _can_bind(signature(method), 2):
+            raise TaskError(f"{kind.__name__}.{name}: must be a method that takes {takes}")
+    other = "phases" if has_phases else "loss" if kind.loss is not Task.loss else ""
+    if other:
+        raise TaskError(
+            f"{kind.__name__}.batch_loss: the task has {other} too, and a step has one loss; leave "
+            f"one of them out{' (`loss = lockstep.Task.loss`)' if other == 'loss' else ''}"
+        )
+    return True
 
 
 def _check_arguments(task: Task, where: str, loss: Callable[..., Any]) -> None:

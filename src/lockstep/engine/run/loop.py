@@ -14,7 +14,7 @@ from torch import nn
 from lockstep.comm.transport import GroupBroken
 from lockstep.config import TrainConfig
 from lockstep.engine.assembly import assemble
-from lockstep.engine.audit.hints import ignored_methods, mean_loss
+from lockstep.engine.audit.hints import coupled_loss, ignored_methods, mean_loss
 from lockstep.engine.checkpoint.checkpointer import Checkpointer
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.evaluation.batches import Scores, is_validation
@@ -323,12 +323,14 @@ class Trainer:
     def _hint(self, task: Task) -> None:
         """Warn of likely mistakes in the task, and of what it says about its data."""
         parts = self._parts
-        means: list[str] = []
+        losses: list[str] = []
         # Only where each rank has a loss and can compute the model without the others.
         if not parts.placement.are_staged and not parts.placement.in_slices:
-            means = mean_loss(parts.model, parts.compute, parts.loader)
+            losses = mean_loss(parts.model, parts.compute, parts.loader)
+            if self._config.num_microbatches > 1 and parts.compute.batch_loss is None:
+                losses += coupled_loss(parts.model, parts.compute, parts.loader)
         remarks = everywhere(self._transport, task.data_remarks)
-        for hint in (*ignored_methods(type(task)), *means, *remarks, *parts.loader.remarks):
+        for hint in (*ignored_methods(type(task)), *losses, *remarks, *parts.loader.remarks):
             self._runtime.emit(Warned(step=0, message=hint))
 
     def _finish(self) -> Finished:

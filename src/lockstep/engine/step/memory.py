@@ -46,6 +46,7 @@ class Needs:
         can_regroup: bool,
         has_phases: bool = False,
         inner: optim.Optimizer | None = None,
+        gathered: int = 0,
     ) -> None:
         """Count.
 
@@ -57,6 +58,7 @@ class Needs:
                 so.
             has_phases: whether a step may have gradients of some parameters only.
             inner: optimizer of workers (`local.steps`), over copies in the groups of `optimizer`.
+            gathered: bytes of the rows of a whole batch (`Task.batch_loss`).
         """
         sizes = [s.numel * s.dtype.itemsize for s in flat.segments]
         self.parameters = sum(sizes)
@@ -76,6 +78,7 @@ class Needs:
         self._errors = 2 * leaves if feeds_back else 0
         # Parameters of the worker that is computed, and how far it has come.
         self._worker = 2 * self.parameters if inner else 0
+        self._gathered = gathered
         # State of its optimizer: as of the last step, and what this one makes of it.
         inner_states = _bytes_of_states(flat, inner) if inner else 0
         self._workers = 2 * inner_states * config.num_microbatches
@@ -90,6 +93,7 @@ class Needs:
         waiting = 0 if self._errors else self._waiting
         return (
             self._worker
+            + self._gathered
             + (carries + waiting) // num_ranks
             + kept_bytes(
                 sharding,
@@ -149,6 +153,7 @@ def check_memory(
     can_regroup: bool,
     has_phases: bool = False,
     inner: optim.Optimizer | None = None,
+    gathered: int = 0,
 ) -> None:
     """Refuse a run for which a rank's memory cannot suffice, and say what would.
 
@@ -161,6 +166,7 @@ def check_memory(
         can_regroup: whether survivors can go on without ranks that die.
         has_phases: whether a step may have gradients of some parameters only.
         inner: optimizer of workers, if there are any.
+        gathered: bytes of the rows of a whole batch, for a loss over it.
 
     Raises:
         ConfigError: a limit of this process (`ulimit -v`, a control group, the host's memory) is
@@ -168,7 +174,7 @@ def check_memory(
     """
     if flat.flats[0].is_cuda:
         return
-    needs = Needs(config, flat, optimizer, can_regroup, has_phases, inner)
+    needs = Needs(config, flat, optimizer, can_regroup, has_phases, inner, gathered)
     sharding: Sharding = config.sharding
     if sharding == "none" and config.optimizer.sharded:
         sharding = "optimizer"
@@ -178,7 +184,7 @@ def check_memory(
     available += needs.parameters
     if needed <= available:
         return
-    lean = Needs(config, flat, optimizer, False, has_phases)
+    lean = Needs(config, flat, optimizer, False, has_phases, gathered=gathered)
     kind: Sharding = "parameters" if isinstance(model, Pipeline) else "gradients"
     enough = (n for n in range(num_ranks, _MOST_RANKS) if lean.of(kind, n) <= available)
     number = next(enough, None)
@@ -192,7 +198,13 @@ def check_memory(
         )
     for key in ("carry.buddy", "compression.error_feedback"):
         thin = Needs(
-            override(config, [f"{key}=false"]), flat, optimizer, can_regroup, has_phases, inner
+            override(config, [f"{key}=false"]),
+            flat,
+            optimizer,
+            can_regroup,
+            has_phases,
+            inner,
+            gathered,
         )
         less = thin.of(sharding, num_ranks)
         if less <= available:

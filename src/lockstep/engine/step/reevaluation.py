@@ -12,6 +12,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+from lockstep.comm.transport import GroupBroken
 from lockstep.engine.passes.passes import Passes, StepParts
 from lockstep.engine.runtime import Raised
 from lockstep.engine.step.sums import StepSums
@@ -55,6 +56,8 @@ class Reevaluation:
         try:
             batches = iter(copy.deepcopy(self._batches))  # a loss may change its batch
             self._passes.run(step, workspace.passes, batches, workspace.leaves)
+        except GroupBroken:
+            raise  # a rank was lost while outputs were gathered (`Task.batch_loss`)
         except (Exception, SystemExit) as raised:
             error = raised  # all ranks learn of it by the header
         headers = self._sums.reduce(step, workspace, error)

@@ -242,5 +242,7 @@ class StepSums:
         if not math.isfinite(scalars[0]):
             is_divided = self._placement.is_split or self._placement.in_slices
             losses = self._passes.losses
-            raise non_finite_loss(self._runtime.transport, step, losses, is_divided)
+            raise non_finite_loss(
+                self._runtime.transport, step, losses, is_divided, self._passes.is_over_batch
+            )
         check_weight(scalars[1], step)

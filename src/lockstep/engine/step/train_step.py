@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.host import give_back_large
+from lockstep.comm.transport import GroupBroken
 from lockstep.config import TrainConfig
 from lockstep.engine.audit.constants import Constants
 from lockstep.engine.audit.pass_state import PassState
@@ -203,6 +204,9 @@ class TrainStep:
             self._constants.check(f"step {step}")
             self.rates.check_passes()
         except (Exception, SystemExit) as error:
+            if isinstance(error, GroupBroken) and not self.placement.are_coupled:
+                self._audit.leave()
+                raise  # a rank was lost while outputs were gathered (`Task.batch_loss`)
             # Not raised here: the other ranks are about to enter the reduction, and would wait in
             # it for this one. The header carries the error, and all ranks raise the same one.
             self._audit.leave()

@@ -1,6 +1,15 @@
 """The task that a user writes, its losses, and tasks with other configs."""
 
-from lockstep.engine.task.task import Loss, Number, Phase, Task, has_carry, has_lookups, own_collate
+from lockstep.engine.task.task import (
+    Loss,
+    Number,
+    Phase,
+    Task,
+    has_batch_loss,
+    has_carry,
+    has_lookups,
+    own_collate,
+)
 from lockstep.engine.task.task_config import (
     data_buffers,
     is_part_of,
@@ -16,6 +25,7 @@ __all__ = [
     "Phase",
     "Task",
     "data_buffers",
+    "has_batch_loss",
     "has_carry",
     "has_lookups",
     "is_part_of",

@@ -132,12 +132,44 @@ class Task(ABC):
         """The loss of one batch: `loss(model, batch) -> Loss`.
 
         In a task with a `carry`: `loss(model, batch, carry) -> (Loss, carry)`. Not needed with
-        `phases`. `model` is what `build_model` has made, in training mode.
+        `phases`, or with `outputs` and `batch_loss`. `model` is what `build_model` has made, in
+        training mode.
 
         Random numbers drawn here (dropout, noise, augmentation) come from a state that depends
         on seed, step and microbatch only.
         """
+        if has_batch_loss(self):
+            model, batch = args
+            return self.batch_loss(self.outputs(model, batch), batch)
         raise TaskError(f"{type(self).__name__}.loss: is missing; write it, or `evaluate` too")
+
+    def outputs(self, model: Any, batch: Any) -> Any:
+        """What the model makes of each sample of a microbatch, for `batch_loss`.
+
+        For losses that compare samples with one another: contrastive, redundancy, ranking.
+
+        Args:
+            model: what `build_model` has made, in training mode.
+            batch: samples of one microbatch.
+
+        Returns:
+            A tensor, or dicts, lists and tuples of tensors, each with a row for each sample:
+            [samples, …]. Rows have one shape in all microbatches.
+        """
+        raise NotImplementedError
+
+    def batch_loss(self, outputs: Any, batch: Any) -> Loss:
+        """The loss of the whole global batch, instead of `loss`.
+
+        Computed on every rank, with random state that depends on seed and step only; gradients go
+        back through the rows to each microbatch. Evaluations call it for each of their batches.
+
+        Args:
+            outputs: as `outputs` returns them, with the rows of all samples of the global batch, in
+                order.
+            batch: the batch, of which tensors with a row for each sample have all rows.
+        """
+        raise NotImplementedError
 
     def carry(self, model: Any, batch: Any) -> Any:
         """What a microbatch carries into its first step; `loss` returns it for the next step.
@@ -352,6 +384,11 @@ class Task(ABC):
 def has_carry(task: Task) -> bool:
     """Whether microbatches of a task carry state from one step to the next."""
     return type(task).carry is not Task.carry
+
+
+def has_batch_loss(task: Task) -> bool:
+    """Whether a task's loss is one over the whole global batch."""
+    return type(task).batch_loss is not Task.batch_loss
 
 
 def has_lookups(task: Task) -> bool:
