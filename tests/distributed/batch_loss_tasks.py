@@ -39,3 +39,10 @@ class Redundancy(ls.Task):
         loss = (cross - torch.eye(8)).square().sum() + 0.1 * batch[1].double().mean()
         agree = F.cosine_similarity(first, second).sum()
         return ls.Loss.mean(loss.float(), len(first), {"agree": (agree.detach(), len(first))})
+
+
+class Searched(Redundancy):
+    """Its optimizer evaluates the whole batch several times in a step."""
+
+    def build_optimizer(self, model: Any) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=3)

@@ -24,6 +24,7 @@ class Reevaluation:
 
     def __init__(self, parts: StepParts, passes: Passes, sums: StepSums) -> None:
         self._runtime, self._passes, self._sums = parts.runtime, passes, sums
+        self._placement = parts.placement
         self._batches: list[list[Any]] = []
 
     def keep(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -56,9 +57,9 @@ class Reevaluation:
         try:
             batches = iter(copy.deepcopy(self._batches))  # a loss may change its batch
             self._passes.run(step, workspace.passes, batches, workspace.leaves)
-        except GroupBroken:
-            raise  # a rank was lost while outputs were gathered (`Task.batch_loss`)
         except (Exception, SystemExit) as raised:
+            if isinstance(raised, GroupBroken) and not self._placement.are_coupled:
+                raise  # a rank was lost while outputs were gathered (`Task.batch_loss`)
             error = raised  # all ranks learn of it by the header
         headers = self._sums.reduce(step, workspace, error)
         loss, weight = workspace.reduction.total.scalars.tolist()[:2]
