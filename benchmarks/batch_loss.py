@@ -36,7 +36,7 @@ def main() -> None:
 
 def measured(quick: bool, rounds: int) -> Section:
     """Samples per second, memory and losses of each program."""
-    length = ("--steps", "3" if quick else "40", "--repeats", "2" if quick else "4")
+    length = ("--steps", "3" if quick else "20", "--repeats", "2" if quick else "4")
     eight = (*length, "--num-microbatches", "8")
     programs = [
         Program("DDP with all_gather, 2 ranks", PEER, length, "torchrun", 2),
@@ -55,7 +55,7 @@ def measured(quick: bool, rounds: int) -> Section:
         "`torch.distributed.nn.functional.all_gather` over gloo; both compute the loss of all "
         "pairs on each rank. Lockstep keeps activations, or computes them again "
         "(`batch_loss.recompute`). The peak is rank 0's, Python and torch included. The loss is "
-        "the mean of the last 40 steps; `bits` is a SHA-256 of the final parameters.",
+        "the mean of the last 20 steps; `bits` is a SHA-256 of the final parameters.",
         ("", "samples/s", "step", "samples/s / DDP's", "peak", "last loss", "bits"),
         raw=dict(results),
     )
