@@ -154,7 +154,11 @@ def test_an_exception_in_one_stage_is_one_on_all(train_on, reference, tmp_path, 
 @pytest.mark.parametrize(
     ("task", "keys", "words"),
     [
-        ("Few", ("mesh.pp=2", "num_shards=1"), "mesh.pp=2: the Pipeline has len 1, and"),
+        (
+            "Few",
+            ("mesh.pp=2", "num_shards=1"),
+            "the Pipeline can be cut into 1; set mesh.pp",
+        ),
         pytest.param(
             "Deep",
             ("mesh.pp=3",),

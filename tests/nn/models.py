@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
+from torch.utils.checkpoint import checkpoint
 
 import lockstep as ls
 from lockstep.optim import AdamATan2
@@ -93,6 +94,30 @@ class Language(ls.Task):
             len(targets),
             {"accuracy": ((logits.argmax(-1) == targets).sum(), len(targets))},
         )
+
+
+class Marked(Language):
+    """In stages, by name."""
+
+    def build_model(self) -> nn.Module:
+        return ls.nn.stages(super().build_model(), "blocks")
+
+
+class Recomputing(Transformer):
+    """Keeps no activations of its blocks."""
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+class Recomputed(Language):
+    """In stages, with activations that are computed again."""
+
+    def build_model(self) -> nn.Module:
+        return ls.nn.stages(ls.nn.shard(Recomputing(), PLAN), "blocks")
 
 
 class Start(nn.Module):

@@ -219,7 +219,8 @@ class MeshConfig(Section):
 
     pp: Positive = Field(default=1, json_schema_extra=NO_OUTCOME)
     """Pipeline parallelism: stages of a replica, each with some of the blocks of a
-    `lockstep.nn.Pipeline`. A replica has `mesh.pp` x `mesh.tp` ranks."""
+    `lockstep.nn.Pipeline`, or of a row (`lockstep.nn.stages`). A replica has `mesh.pp` x `mesh.tp`
+    ranks."""
     interleave: Positive = Field(default=1, json_schema_extra=NO_OUTCOME)
     """Stages of each of the `mesh.pp` ranks, if these are several: more means less waiting and more
     sending."""

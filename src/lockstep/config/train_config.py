@@ -85,7 +85,7 @@ class TrainConfig(Section):
     sharding: Sharding = Field(default="none", json_schema_extra=NO_OUTCOME)
     """What is divided among ranks: same bits, less memory. `optimizer`: the state of element-wise
     optimizers (ZeRO-1); `gradients`: these too (ZeRO-2); `parameters`: these too (ZeRO-3), except
-    while their block of a `lockstep.nn.Pipeline` is computed."""
+    while their block or unit is computed (`lockstep.nn.Pipeline`, `stages`, `units`)."""
     min_ranks: Positive = Field(default=1, json_schema_extra=NO_OUTCOME)
     """Stop with a checkpoint when fewer ranks than this are left."""
 

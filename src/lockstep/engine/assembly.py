@@ -49,10 +49,12 @@ from lockstep.engine.task import Task, has_carry
 from lockstep.engine.training_data import check_parts, training_data
 from lockstep.engine.trial.cut_model import check_cut_model
 from lockstep.engine.trial.outcome import Rehearsal
+from lockstep.engine.trial.stage_rehearsal import StageRehearsal
 from lockstep.engine.trial.trial import Trial
 from lockstep.errors import ConfigError, TaskError
 from lockstep.nn.cutting import keep, shards_of, units_of
-from lockstep.nn.pipeline import Pipeline
+from lockstep.nn.module_row import ModuleRow
+from lockstep.nn.row import row_of, set_row
 from lockstep.parallel.compression.sums import first_agreed
 
 T = TypeVar("T")
@@ -132,7 +134,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
             "parameter",
             shards,
             units_of(model),
-            by_block=config.shards_gradients and isinstance(model, Pipeline),
+            by_block=config.shards_gradients and row_of(model) is not None,
         ),
     )
     sampler, loader, order = on_all(lambda: training_data(task, config, runtime.device))
@@ -154,7 +156,11 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     if tried:
         check_watched(config, judged(tried))
     on_all(lambda: schedulers.check_metrics(judged(tried), config.watch))
-    on_all(lambda: _check_movable(model, config, flat, trial, splits, tried))
+    on_all(lambda: _check_views(config, flat, trial))
+    if on_all(lambda: _settle(model, trial)):
+        flat = on_all(lambda: flat.moved(units_of(model)))
+        trial.use(flat)
+    on_all(lambda: _rehearse(model, config, flat, trial, splits, tried))
     facts["first microbatch"] = trial.data_digest
     facts["metrics"] = list(compute.metrics)
     about = config.compression
@@ -178,8 +184,9 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         )
         del whole
     stages = on_all(lambda: stages_of(model, compute, config, loader))
-    if isinstance(model, Pipeline):
-        model.untie()
+    row = row_of(model)
+    if row is not None and row.has_stages:
+        row.untie()
     placement = Placement(config, runtime, model, stages)
     if not transport.is_joining:  # joining ranks get a place later
         placement.arrange()
@@ -279,7 +286,36 @@ def evaluations(
     }
 
 
-def _check_movable(
+def _check_views(config: TrainConfig, flat: FlatTensors, trial: Trial) -> None:
+    """Refuse views of parameters whose memory will move.
+
+    Raises:
+        TaskError: naming one.
+    """
+    if config.mesh.tp * config.mesh.pp > 1 or config.shards_parameters:
+        trial.check_views({f.untyped_storage().data_ptr() for f in flat.flats})
+
+
+def _settle(model: nn.Module, trial: Trial) -> bool:
+    """Take the order of a model's units from the trial; returns whether their number may change.
+
+    Raises:
+        TaskError: there is no such order.
+    """
+    row = row_of(model)
+    if isinstance(row, ModuleRow) and row.leave_out_irregular():
+        if not row.units:
+            set_row(model, None)
+            raise TaskError(
+                f"sharding=parameters: the {type(model).__name__} has no ModuleList or Sequential "
+                "whose modules are each called once in a forward pass; name units that are, in "
+                "build_model (lockstep.nn.units), or set sharding=gradients"
+            )
+        trial.repeat()
+    return row is not None and row.settle()
+
+
+def _rehearse(
     model: nn.Module,
     config: TrainConfig,
     flat: FlatTensors,
@@ -292,12 +328,13 @@ def _check_movable(
     Raises:
         TaskError: naming it.
     """
-    if config.mesh.tp * config.mesh.pp > 1 or config.shards_parameters:
-        trial.check_views({f.untyped_storage().data_ptr() for f in flat.flats})
+    row = row_of(model)
     if config.shards_parameters:
-        assert isinstance(model, Pipeline), "others are refused"
+        assert row is not None, "others are refused"
         evaluated = {name: (splits[name], metrics) for name, metrics in tried.items()}
-        trial.rehearse(Rehearsal(model, flat), evaluated)
+        trial.rehearse(Rehearsal(row, flat), evaluated)
+    if config.mesh.pp > 1 and isinstance(row, ModuleRow):
+        trial.rehearse_stages(StageRehearsal(row))
 
 
 def _check_whole_model(task_state: TaskState, config: TrainConfig) -> None:

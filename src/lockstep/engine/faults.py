@@ -25,7 +25,7 @@ from lockstep.config.files import read_bytes
 from lockstep.config.parsing import as_type, parse_object, shown
 from lockstep.engine.task import Loss, Task, has_batch_loss, has_carry
 from lockstep.errors import ConfigError
-from lockstep.nn.pipeline import Pipeline
+from lockstep.nn.row import row_of
 
 FAULTS = "LOCKSTEP_FAULTS"
 """Environment variable that holds a JSON list of faults."""
@@ -281,7 +281,8 @@ class FaultsInside:
         if at is nothing:
             return
         # In each block, since a rank may compute any of them.
-        for block in model if isinstance(model, Pipeline) else [model]:
+        row = row_of(model)
+        for block in [model] if row is None else row.watched():
             self._watch(block)
 
     def _watch(self, block: nn.Module) -> None:

@@ -171,6 +171,11 @@ class FlatTensors:
         """The same tensors in new memory, of some units only; the others keep their memory."""
         return FlatTensors(self._groups, self._what, self.shards, self.units, own, self._by_block)
 
+    def moved(self, units: Mapping[str, Unit]) -> FlatTensors:
+        """The same tensors in new memory, with other units; this object must not be used again."""
+        self.flats.clear()  # so that the memory of each is free as soon as its tensors have left
+        return FlatTensors(self._groups, self._what, self.shards, units, self._own, self._by_block)
+
     @property
     def wholes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Shape and dtype of each whole tensor, by its name in the model's `state_dict`."""

@@ -15,7 +15,7 @@ from lockstep.config import TrainConfig
 from lockstep.engine.runtime import Runtime
 from lockstep.errors import RankFailure, shared
 from lockstep.nn.cutting import compute_in
-from lockstep.nn.pipeline import Pipeline
+from lockstep.nn.row import row_of
 from lockstep.nn.sharded.regions import Moment, Region
 from lockstep.nn.ties import Holding, Unit
 from lockstep.parallel.depth_axis import DepthAxis
@@ -38,7 +38,7 @@ class StageOrder:
             model: model of the run; one that is no pipeline has a single stage.
             num_depths: number of ranks that a microbatch goes through (`mesh.pp`).
         """
-        self._model = model
+        self._row = row_of(model)
         self._num_depths = num_depths
 
     def of(self, batches: Iterable[T], storage: Transport) -> Iterator[T]:
@@ -51,7 +51,7 @@ class StageOrder:
             batches: batches of an evaluation.
             storage: transport between the ranks of this one's column.
         """
-        if not isinstance(self._model, Pipeline) or self._model.storage is None:
+        if self._row is None or self._row.storage is None:
             yield from self._through_stages(batches)
             return
         left = iter(batches)
@@ -69,8 +69,8 @@ class StageOrder:
 
     def _through_stages(self, batches: Iterable[T]) -> Iterator[T]:
         stages = range(1)
-        if isinstance(self._model, Pipeline) and self._model.axis is not None:
-            stages = self._model.axis.own_stages
+        if self._row is not None and self._row.axis is not None:
+            stages = self._row.axis.own_stages
         left = iter(batches)
         while group := list(islice(left, self._num_depths if len(stages) > 1 else 1)):
             for stage in stages:
@@ -82,13 +82,13 @@ class StageOrder:
 
     def skip_forward(self) -> None:
         """Take part in the collectives of a forward pass of other ranks in an evaluation."""
-        if isinstance(self._model, Pipeline) and self._model.storage is not None:
+        if self._row is not None and self._row.storage is not None:
             with torch.no_grad():
-                self._model.storage.skip_forward()
+                self._row.storage.skip_forward()
 
     def enter(self, stage: int) -> tuple[bool, bool]:
         """Begin a stage of this rank; returns whether it is its first one, and its last one."""
-        axis = self._model.axis if isinstance(self._model, Pipeline) else None
+        axis = self._row.axis if self._row is not None else None
         if axis is None:
             return True, True
         axis.enter(stage)
@@ -96,8 +96,8 @@ class StageOrder:
 
     def finish(self) -> None:
         """Wait until everything that this rank sends to other stages is sent."""
-        if isinstance(self._model, Pipeline) and self._model.axis is not None:
-            self._model.axis.finish()
+        if self._row is not None and self._row.axis is not None:
+            self._row.axis.finish()
 
 
 class Placement:
@@ -127,7 +127,7 @@ class Placement:
         self.world = self.data = self.replica = runtime.transport
         self.features = self.depth = self.storage = runtime.transport
         self._runtime = runtime
-        self._model = model
+        self._model, self._row = model, row_of(model)
         self._num_microbatches = config.num_microbatches
         self._tp, self._pp = config.mesh.tp, config.mesh.pp
         self._interleave = config.mesh.num_stages // self._pp
@@ -166,8 +166,7 @@ class Placement:
     @property
     def late_blocks(self) -> set[int]:
         """Blocks whose gradients are complete only at the end of a backward pass."""
-        ties = self._model.ties if isinstance(self._model, Pipeline) else ()
-        return {tie.first for tie in ties}
+        return self._row.late_blocks if self._row is not None else set()
 
     @property
     def are_staged(self) -> bool:
@@ -203,7 +202,7 @@ class Placement:
 
     def unit_of(self, name: str) -> Unit:
         """The unit of a buffer, by its name."""
-        return Unit(self._model.block_of(name)) if isinstance(self._model, Pipeline) else Unit()
+        return Unit(self._row.block_of(name)) if self._row is not None else Unit()
 
     def owner_column(self, unit: Unit) -> int:
         """The first column that owns a unit; also its rank in `replica`."""
@@ -274,8 +273,8 @@ class Placement:
             self.features = self.world.subgroup([*stages, *alone])
         if mesh.tp > 1:
             self.depth = self.world.subgroup([*rows, *alone])
-        if isinstance(self._model, Pipeline):
-            self._model.axis = DepthAxis([Range(0, len(self._model))])
+        if self._row is not None:
+            self._row.axis = DepthAxis([Range(0, self._row.num_blocks)])
         if self.replica_number < len(mesh.replicas):
             self._compute_here()
 
@@ -284,17 +283,17 @@ class Placement:
         axis = ShardAxis(self.num_shards, self.features if self._tp > 1 else None)
         if self.num_shards > 1:
             compute_in(self._model, Region(axis, self._at))
-        if isinstance(self._model, Pipeline) and self._pp > 1:
+        if self._row is not None and self._pp > 1:
             device = self._runtime.device
-            self._model.axis = DepthAxis(self.stages, self.depth, device, self._at)
+            self._row.axis = DepthAxis(self.stages, self.depth, device, self._at)
             # Kept alive: messages of a step that was given up may still be read from their memory.
-            self._axes.append(self._model.axis)
+            self._axes.append(self._row.axis)
 
     def refresh(self) -> None:
         """Update the copies of parameters that are tied to other stages; a collective."""
-        if not (isinstance(self._model, Pipeline) and self.are_staged):
+        if self._row is None or not self.are_staged:
             return
-        axis, ties, storage = self._model.axis, self._model.ties, self._model.storage
+        axis, ties, storage = self._row.axis, self._row.ties, self._row.storage
         if self.replica_number < len(self.mesh.replicas):
             assert axis is not None, "there is one in a run"
             ties.refresh(axis, storage)

@@ -11,6 +11,7 @@ from lockstep.nn.sharded.logits import ShardedLogits
 from lockstep.nn.sharded.plan import Heads, shard
 from lockstep.nn.sharded.sharded_tensor import ShardedTensor
 from lockstep.nn.sparse_embedding import SparseEmbedding
+from lockstep.nn.units import stages, units
 
 __all__ = [
     "ColumnLinear",
@@ -23,4 +24,6 @@ __all__ = [
     "VocabularyEmbedding",
     "VocabularyLinear",
     "shard",
+    "stages",
+    "units",
 ]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
-from lockstep.nn.pipeline import Pipeline
 from lockstep.nn.remote import release
+from lockstep.nn.row import row_of
 from lockstep.nn.sharded.layers import DIVIDED, ShardedModule, watch_backward_hooks
 from lockstep.nn.sharded.regions import Region
 from lockstep.nn.ties import EVERYWHERE, WHOLE, Holding, Unit
@@ -130,30 +130,26 @@ def units_of(model: nn.Module) -> dict[str, Unit]:
     A parameter of several blocks belongs to the first of them.
     """
     shards = shards_of(model)
-    if not isinstance(model, Pipeline):
+    row = row_of(model)
+    if row is None:
         return {name: Unit(shard=shard.number) for name, shard in shards.items()}
-    originals = {name: tie.original for tie in model.ties for name in tie.names}
-    firsts: dict[int, str] = {}
-    units = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        first = originals.get(name) or firsts.setdefault(id(parameter), name)
-        shard = shards[name].number if name in shards else WHOLE
-        units[name] = Unit(model.block_of(first), shard)
-    return units
+    return {
+        name: Unit(block, shards[name].number if name in shards else WHOLE)
+        for name, block in row.homes().items()
+    }
 
 
 def keep(model: nn.Module, own: Holding) -> None:
     """Free the parameters of all units but some."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     units = units_of(model)
-    copies = set()
-    if isinstance(model, Pipeline):
-        copies = {name for tie in model.ties for name in tie.names}
+    row = row_of(model)
+    copies = {name for tie in row.ties for name in tie.names} if row is not None else set()
     for name, unit in units.items():
         if name not in copies and not own.has(unit):
             release(parameters[name])
-    if isinstance(model, Pipeline):
-        model.ties.take_place(own, units)
+    if row is not None:
+        row.ties.take_place(own, units)
 
 
 def every_tensor(model: nn.Module) -> dict[str, Tensor]:

@@ -61,8 +61,11 @@ _STATEFUL = (
 """Types of a script's global variables that are looked at, beside objects of its classes."""
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "pydantic", "lockstep"})
 """Libraries whose classes have no state of a run."""
-_OF_ENGINE = tuple(f"lockstep.{room}." for room in ("comm", "parallel", "engine", "observe"))
-"""Packages whose objects have no state of users."""
+_OF_ENGINE = (
+    "lockstep.comm.", "lockstep.parallel.", "lockstep.engine.", "lockstep.observe.",
+    "lockstep.nn.module_row", "lockstep.nn.row_trace",
+)  # fmt: skip
+"""Modules whose objects have no state of users."""
 KEYS = " keys"
 """The end of the text of a dict's size; that of a list is a number."""
 _HEAP_TYPE = 1 << 9

@@ -26,7 +26,7 @@ from lockstep.engine.runtime import everywhere
 from lockstep.engine.tables.step_tables import AllFetched, Tables
 from lockstep.engine.task import Task
 from lockstep.errors import TaskError, shared
-from lockstep.nn.pipeline import StageDone
+from lockstep.nn.row import StageDone
 from lockstep.parallel.exchange import add_up
 from lockstep.parallel.layout import Node, merges
 

@@ -22,7 +22,7 @@ from lockstep.engine.passes.buffers import ForwardState
 from lockstep.engine.passes.compute import copied
 from lockstep.engine.passes.stages import PartialLeaves, StagePart
 from lockstep.engine.task import Loss, Number
-from lockstep.nn.pipeline import Pipeline
+from lockstep.nn.row import row_of
 from lockstep.parallel.depth_axis import DepthAxis
 
 _COMPILER = "torch._dynamo"
@@ -128,14 +128,14 @@ class Backward:
         storage: BlockStorage | None = None,
     ) -> None:
         self._storage = storage
-        self._pipeline = model if isinstance(model, Pipeline) else None
+        self._row = row_of(model)
         self._parameters = parameters
         self._state = state
         self._partial: PartialLeaves | None = None
 
     @property
     def _axis(self) -> DepthAxis | None:
-        axis = self._pipeline.axis if self._pipeline is not None else None
+        axis = self._row.axis if self._row is not None else None
         return axis if axis is not None and len(axis.stages) > 1 else None
 
     def begin(self, is_backward_late: bool = False) -> None:
@@ -161,8 +161,8 @@ class Backward:
         deltas, counters = self._state.collect()
         fetch = copied([*scalars, *counters])
         inputs: list[Tensor] = []
-        if self._axis is not None and self._pipeline is not None:
-            inputs, self._pipeline.inputs = self._pipeline.inputs, []
+        if self._axis is not None and self._row is not None:
+            inputs, self._row.inputs = self._row.inputs, []
             if not self._axis.is_last:
                 self._axis.send_outputs(outputs)
         total = loss.sum if loss is not None else None
@@ -211,18 +211,18 @@ class Backward:
                 self._clear()
                 return None
             part = self._partial_leaves().joined(microbatch, part)
-        if self._pipeline is not None:
-            assert self._pipeline.axis is not None, "there is one in a run"
-            self._pipeline.ties.collect(self._pipeline.axis)
+        if self._row is not None:
+            assert self._row.axis is not None, "there is one in a run"
+            self._row.ties.collect(self._row.axis)
         gradients = [p.grad for p in self._parameters]
         self._clear()
         return [*gradients, *part.deltas], part.scalars, part.counters
 
     def _partial_leaves(self) -> PartialLeaves:
         if self._partial is None:
-            assert self._pipeline is not None, "others have one stage"
+            assert self._row is not None, "others have one stage"
             buffers = [entry.name for entry in self._state.flat.entries]
-            self._partial = PartialLeaves(self._pipeline, self._parameters, buffers)
+            self._partial = PartialLeaves(self._row, self._parameters, buffers)
         return self._partial
 
     def _targets(
@@ -236,7 +236,7 @@ class Backward:
         if parameters is None:
             return None
         ids = {id(p) for p in parameters}
-        ties = () if self._pipeline is None else self._pipeline.ties
+        ties = () if self._row is None else self._row.ties
         copies = [tie.copy for tie in ties if id(tie.parameter) in ids]
         return [*parameters, *copies, *(x for x in passed.inputs if x.requires_grad)]
 
@@ -273,5 +273,5 @@ class Backward:
         """Forget gradients: one that stays, of an evaluation too, would be added to."""
         for parameter in self._parameters:
             parameter.grad = None
-        if self._pipeline is not None:
-            self._pipeline.ties.forget()
+        if self._row is not None:
+            self._row.ties.forget()

@@ -18,7 +18,7 @@ from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.placement import Placement
 from lockstep.engine.step.workspace import Workspace
 from lockstep.errors import TaskError
-from lockstep.nn.pipeline import Pipeline
+from lockstep.nn.row import Row
 from lockstep.parallel.rounds import Rounds
 
 Moment = Literal["unshard", "leave"]
@@ -31,16 +31,14 @@ class BlockStorage:
     All calls are collectives of the ranks that hold the same blocks (`Placement.storage`).
     """
 
-    def __init__(
-        self, pipeline: Pipeline, placement: Placement, at: Callable[[Moment], None]
-    ) -> None:
-        self._pipeline, self._placement, self._at = pipeline, placement, at
+    def __init__(self, row: Row, placement: Placement, at: Callable[[Moment], None]) -> None:
+        self._row, self._placement, self._at = row, placement, at
         self._users: Counter[int] = Counter()
         self._next, self._has_leaf, self._is_kept = -1, False, False
         self._is_backward, self._is_regular = False, True
-        pipeline.descend = self.descend
+        row.descend = self.descend
         if placement.in_slices:
-            pipeline.storage = self
+            row.storage = self
 
     def use(self, flat: FlatTensors, workspace: Workspace) -> None:
         """Work on this memory from now on."""
@@ -58,7 +56,7 @@ class BlockStorage:
         for segment in +self._users:
             self._flat.close(segment)
         self._users.clear()
-        self._pipeline.ties.share()
+        self._row.ties.share()
         self._is_kept = self._is_backward = False
         self._is_regular = True
 
@@ -69,11 +67,11 @@ class BlockStorage:
             if self._users[segment] == 1:
                 self._at("unshard")
                 self._workspace.gather(segment)
-        self._pipeline.ties.share()
+        self._row.ties.share()
 
     def reshard(self, block: int) -> None:
         """Free the parameters of a block, unless its backward pass comes next."""
-        is_last = block == len(self._pipeline) - 1
+        is_last = block == self._row.num_blocks - 1
         self._is_kept = torch.is_grad_enabled() and is_last
         if not self._is_kept:
             self._drop(block)
@@ -93,7 +91,7 @@ class BlockStorage:
         """
         self._has_leaf, self._next, self._is_backward = has_leaf, self._own.last - 1, True
         # Not in step with autograd where the loss calls the model more than once.
-        self._is_regular &= not has_leaf or self._pipeline.num_calls <= 1
+        self._is_regular &= not has_leaf or self._row.num_calls <= 1
         self.descend(self._next)
 
     def descend(self, block: int) -> None:
@@ -143,9 +141,9 @@ class BlockStorage:
             if not self._users[segment]:
                 self._flat.check_views(segment)
                 self._flat.close(segment)
-        self._pipeline.ties.share()
+        self._row.ties.share()
 
     def _needed(self, block: int) -> list[int]:
         """Segments with parameters that a block computes with: also such as earlier ones have."""
-        firsts = {t.first for t in self._pipeline.ties if t.block == block and t.is_shared}
-        return [segment for there in sorted({block, *firsts}) for segment in self._segments[there]]
+        homes = {block, *self._row.shared_with(block)}
+        return [segment for there in sorted(homes) for segment in self._segments[there]]

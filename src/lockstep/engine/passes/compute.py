@@ -23,7 +23,7 @@ from lockstep.engine.passes.rows import Gathered, Rows
 from lockstep.engine.tables.run_tables import Lookups
 from lockstep.engine.task import Loss, Number, Phase, Task, has_batch_loss, has_carry
 from lockstep.errors import TaskError
-from lockstep.nn.pipeline import Pipeline
+from lockstep.nn.row import row_of
 from lockstep.nn.sparse_embedding import Fetched
 
 
@@ -267,15 +267,17 @@ class Compute:
             return (self.task.carry(self._model, batch),)
 
     def _open(self) -> AbstractContextManager[None]:
-        return self._model.open() if isinstance(self._model, Pipeline) else nullcontext()
+        row = row_of(self._model)
+        return nullcontext() if row is None else row.open()
 
     def _check_stage(self, where: str) -> None:
         """Refuse a loss that was computed without the model, where other ranks count on that."""
-        if not isinstance(self._model, Pipeline) or self._model.axis is None:
+        row = row_of(self._model)
+        if row is None or row.axis is None:
             return
-        if not self._model.axis.is_last:
+        if not row.axis.is_last:
             how = "stages (mesh.pp): a stage has some of its blocks only"
-        elif self._model.storage is not None and not self._model.num_calls:
+        elif row.storage is not None and not row.num_calls:
             how = "slices (sharding=parameters): ranks gather its blocks together"
         else:
             return

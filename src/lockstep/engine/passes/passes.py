@@ -28,7 +28,7 @@ from lockstep.engine.runtime import Raised, Runtime
 from lockstep.engine.tables.step_tables import Tables
 from lockstep.engine.timing import Stopwatch
 from lockstep.errors import TaskError
-from lockstep.nn.pipeline import StageDone
+from lockstep.nn.row import StageDone
 from lockstep.parallel.compression.reduction import LeafSums
 from lockstep.parallel.layout import Assigned, Pass
 from lockstep.parallel.rounds import LateGradientError, Rounds

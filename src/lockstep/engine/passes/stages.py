@@ -6,8 +6,10 @@ has made is kept here until the rank's first stage, which comes last, has had it
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -17,7 +19,9 @@ from lockstep.data.loader import BatchSource
 from lockstep.engine.passes.buffers import KeptBuffers
 from lockstep.engine.passes.compute import Compute
 from lockstep.errors import ConfigError, TaskError
+from lockstep.nn.module_row import ModuleRow
 from lockstep.nn.pipeline import Pipeline
+from lockstep.nn.row import Row, row_of
 from lockstep.parallel.depth_axis import balanced
 from lockstep.parallel.layout import Range
 
@@ -29,28 +33,63 @@ def check_pipeline(model: nn.Module, config: TrainConfig) -> None:
         ConfigError: naming `mesh.pp` or `sharding`.
         TaskError: a module is in several blocks.
     """
-    pp = config.mesh.pp
-    if pp > 1 and not isinstance(model, Pipeline):
+    pp, row = config.mesh.pp, row_of(model)
+    if pp > 1 and (row is None or not row.has_stages):
         raise ConfigError(
-            f"mesh.pp={pp}: the model is a {type(model).__name__}, which is one block; build it as "
-            "a lockstep.nn.Pipeline of blocks, or set mesh.pp=1"
+            f"mesh.pp={pp}: the model is a {type(model).__name__}, which is one block; name its "
+            "row of blocks in build_model (lockstep.nn.stages), build it as a "
+            "lockstep.nn.Pipeline, or set mesh.pp=1"
         )
-    if config.shards_parameters and not isinstance(model, Pipeline):
+    if config.shards_parameters and row is None:
         raise ConfigError(
-            f"sharding=parameters: the model is a {type(model).__name__}, which is one block, so "
-            "its parameters would be whole all the time; build it as a lockstep.nn.Pipeline of "
-            "blocks, or set sharding=gradients"
+            f"sharding=parameters: the model is a {type(model).__name__} without a ModuleList or "
+            "Sequential of modules of one class, so its parameters would be whole all the time; "
+            "name its units in build_model (lockstep.nn.units), build it as a "
+            "lockstep.nn.Pipeline, or set sharding=gradients"
         )
-    num_stages = config.mesh.num_stages
-    if isinstance(model, Pipeline) and num_stages > len(model):
+    if isinstance(row, ModuleRow):
+        _check_units(row, config)
+    if isinstance(model, Pipeline):
+        _check_blocks(model)
+        check_number_of_stages(model, config)
+
+
+def check_number_of_stages(row: Row, config: TrainConfig) -> None:
+    """Refuse more stages than blocks.
+
+    Raises:
+        ConfigError: naming `mesh.pp`.
+    """
+    pp, num_stages, most = config.mesh.pp, config.mesh.num_stages, len(row.groups)
+    if num_stages > most and row.has_stages:
         many = "" if num_stages == pp else f" mesh.interleave={config.mesh.interleave}"
         product = "mesh.pp x mesh.interleave" if many else "mesh.pp"
         raise ConfigError(
-            f"mesh.pp={pp}{many}: the Pipeline has len {len(model)}, and each stage needs a block; "
-            f"set {product} to at most {len(model)}"
+            f"mesh.pp={pp}{many}: each stage needs a block, and the {type(row.module).__name__} "
+            f"can be cut into {most}; set {product} to at most {most}"
         )
-    if isinstance(model, Pipeline):
-        _check_blocks(model)
+
+
+def _check_units(row: ModuleRow, config: TrainConfig) -> None:
+    """Refuse what would come to units in another order, or give other bits with other slices.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    if row.was_found and config.clip_norm is not None:
+        raise ConfigError(
+            f"sharding=parameters: clip_norm={config.clip_norm} needs a norm that is added up by "
+            "the same units with any sharding; have build_model return lockstep.nn.units(model), "
+            "or set sharding=gradients"
+        )
+    names = [name for name, _ in row.module.named_modules()]
+    for pattern in config.activation_checkpointing:
+        for name in fnmatch.filter((n for n in names if n), pattern):
+            if any(unit.startswith(f"{name}.") for unit in row.units):
+                raise ConfigError(
+                    f"activation_checkpointing={pattern!r}: {name} has several units or blocks in "
+                    f"it, such as {row.units[0]}; name these, or modules in them"
+                )
 
 
 def _check_blocks(model: Pipeline) -> None:
@@ -75,35 +114,36 @@ def stages_of(
     What counts is the number of floating point operations of each block for the first microbatch,
     which is the same on all ranks; of blocks without any, the number of their parameters.
     """
-    if not isinstance(model, Pipeline):
+    row = row_of(model)
+    if row is None:
         return [Range(0, 1)]
     if config.mesh.pp == 1:
-        return [Range(0, len(model))]
-    return balanced(_costs(model, compute, loader), config.mesh.num_stages)
+        return [Range(0, row.num_blocks)]
+    check_number_of_stages(row, config)
+    costs, groups = _costs(row, compute, loader), row.groups
+    ranges = balanced([sum(costs[of.slice]) for of in groups], config.mesh.num_stages)
+    return [Range(groups[r.first].first, groups[r.last - 1].last) for r in ranges]
 
 
-def _costs(model: Pipeline, compute: Compute, loader: BatchSource) -> list[float]:
+def _costs(row: Row, compute: Compute, loader: BatchSource) -> list[float]:
     counter = FlopCounterMode(display=False)
-    before, costs = [0], [float(sum(p.numel() for p in block.parameters())) for block in model]
+    begun: list[tuple[int, int]] = []
 
-    def begin(block: nn.Module, inputs: Any) -> None:
-        before[0] = counter.get_total_flops()
+    def note(block: int) -> None:
+        begun.append((block, counter.get_total_flops()))
 
-    handles = [block.register_forward_pre_hook(begin) for block in model]
-    for number, block in enumerate(model):
-
-        def end(block: nn.Module, inputs: Any, output: Any, number: int = number) -> None:
-            costs[number] += counter.get_total_flops() - before[0]
-
-        handles.append(block.register_forward_hook(end))
-    buffers = KeptBuffers(model)
+    buffers = KeptBuffers(row.module)
+    row.entered = note
     try:
         with counter:
             compute.forward(0, 0, loader.microbatch(0, 0))
     finally:
         buffers.restore()
-        for handle in handles:
-            handle.remove()
+        row.entered = None
+    blocks = range(row.num_blocks)
+    costs = [float(sum(p.numel() for p in row.parameters_of(block))) for block in blocks]
+    for (block, before), (_, after) in pairwise(begun):
+        costs[block] += after - before
     return costs
 
 
@@ -126,19 +166,17 @@ class StagePart(NamedTuple):
 class PartialLeaves:
     """Keeps gradients and parts by microbatch."""
 
-    def __init__(
-        self, pipeline: Pipeline, parameters: Sequence[Tensor], buffers: Sequence[str]
-    ) -> None:
+    def __init__(self, row: Row, parameters: Sequence[Tensor], buffers: Sequence[str]) -> None:
         """Prepare for these tensors.
 
         Args:
-            pipeline: model.
+            row: blocks of the model.
             parameters: tensors that get gradients; the copies of tied ones are known.
             buffers: name of the buffer of each delta.
         """
-        self._pipeline = pipeline
-        self._tensors = [*parameters, *(tie.copy for tie in pipeline.ties)]
-        self._blocks = [pipeline.block_of(name) for name in buffers]
+        self._row = row
+        self._tensors = [*parameters, *(tie.copy for tie in row.ties)]
+        self._blocks = [row.block_of(name) for name in buffers]
         self._gradients: dict[int, list[Tensor | None]] = {}
         self._parts: dict[int, list[StagePart]] = {}
 
@@ -151,7 +189,7 @@ class PartialLeaves:
     def joined(self, microbatch: int, part: StagePart) -> StagePart:
         """All parts as one, of which `part` is the last; gradients are the parameters' again."""
         self._put_back(microbatch)
-        axis = self._pipeline.axis
+        axis = self._row.axis
         assert axis is not None, "there is one in a run"
         parts = [*self._parts.pop(microbatch, []), part]
         # Of each block's own stage, not their sum: 0.0 turns -0.0 into 0.0.

@@ -21,6 +21,7 @@ from lockstep.engine.run.progress import Progress
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.nn.cutting import every_tensor, held_tensors, joined_by_name, shards_of, units_of
 from lockstep.nn.pipeline import Pipeline
+from lockstep.nn.row import row_of
 from lockstep.nn.ties import Unit
 from lockstep.parallel.exchange import gather_slices
 
@@ -197,7 +198,10 @@ class StreamedState:
         # Those of the largest elements first, as in the files.
         self._segments = sorted(range(len(segments)), key=lambda s: -segments[s].dtype.itemsize)
         self._tensors = self._each()
-        names = sorted(self._kinds, key=lambda name: -self._kinds[name].dtype.itemsize)
+        self._blocks = self._blocks_of_names()
+        names = sorted(
+            self._kinds, key=lambda name: (-self._kinds[name].dtype.itemsize, self._blocks[name])
+        )
         self.model = Tensors({name: self._kinds[name] for name in names}, self._next(len(names)))
         kinds = {
             f"{key}/{name}": kind
@@ -206,6 +210,14 @@ class StreamedState:
             for name, kind in self._kinds_of(segment).items()
         }
         self.optimizer = Tensors(kinds, self._next(len(kinds)))
+
+    def _blocks_of_names(self) -> dict[str, int]:
+        """The block of each tensor of the model, by name; -1 for those of none."""
+        row = row_of(self._model)
+        if row is None:
+            return dict.fromkeys(self._kinds, -1)
+        own = dict(self._model.named_buffers(recurse=False)) if isinstance(row, Pipeline) else {}
+        return {name: -1 if name in own else row.block_of(name) for name in self._kinds}
 
     def drain(self) -> None:
         """Take part in gathering the tensors that are left."""
@@ -223,25 +235,25 @@ class StreamedState:
                 yield from self._of_optimizer(segment, key)
 
     def _of_model(self, size: int) -> Iterator[Tensor]:
-        """Tensors of the model whose elements take `size` bytes, in the order of `state_dict`."""
-        wanted = {name for name, kind in self._kinds.items() if kind.dtype.itemsize == size}
-        if not isinstance(self._model, Pipeline):
-            yield from (t for name, t in self._model.state_dict().items() if name in wanted)
-            return
-        yield from (t for n, t in self._model.named_buffers(recurse=False) if n in wanted)
-        storage = self._model.storage
-        for number, (name, block) in enumerate(self._model.named_children()):
-            prefix = f"{name}."
-            if not any(name.startswith(prefix) for name in wanted):
-                continue
+        """Tensors of the model whose elements take `size` bytes, block by block."""
+        by_block: dict[int, list[str]] = {}
+        for name, kind in self._kinds.items():
+            if kind.dtype.itemsize == size:
+                by_block.setdefault(self._blocks[name], []).append(name)
+        row = row_of(self._model)
+        for block, names in sorted(by_block.items()):
             with torch.no_grad():
-                if storage is not None:
-                    storage.unshard(number)
-                state = block.state_dict(prefix=prefix)
-                yield from (t for name, t in state.items() if name in wanted)
+                if row is None or block < 0:
+                    state = self._model.state_dict()
+                    yield from (state[name] for name in names)
+                    continue
+                if row.storage is not None:
+                    row.storage.unshard(block)
+                state = row.state_of(block)
+                yield from (state[name] for name in names)
                 del state  # views would keep the block's memory from being freed
-                if storage is not None:
-                    storage.reshard(number)
+                if row.storage is not None:
+                    row.storage.reshard(block)
 
     def _of_optimizer(self, segment: int, key: str) -> Iterator[Tensor]:
         """A key of the optimizer's state, of the parameters in a segment."""

@@ -17,7 +17,8 @@ from lockstep.config.train_config import Sharding
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.optimizer.choice import parts_of
 from lockstep.errors import ConfigError
-from lockstep.nn.pipeline import Pipeline
+from lockstep.nn.row import row_of
+from lockstep.nn.units import rows_in
 from lockstep.parallel.fold import rows_needed
 from lockstep.parallel.layout import Range
 
@@ -185,7 +186,8 @@ def check_memory(
     if needed <= available:
         return
     lean = Needs(config, flat, optimizer, False, has_phases, gathered=gathered)
-    kind: Sharding = "parameters" if isinstance(model, Pipeline) else "gradients"
+    has_blocks = row_of(model) is not None or rows_in(model)
+    kind: Sharding = "parameters" if has_blocks else "gradients"
     enough = (n for n in range(num_ranks, _MOST_RANKS) if lean.of(kind, n) <= available)
     number = next(enough, None)
     remedy = "use a smaller model, or give ranks more memory"

@@ -27,8 +27,10 @@ from lockstep.engine.tables.run_tables import tables_of
 from lockstep.engine.task import Task, has_carry
 from lockstep.errors import ConfigError, TaskError
 from lockstep.nn.cutting import cut, shards_of
-from lockstep.nn.pipeline import Pipeline
+from lockstep.nn.module_row import ModuleRow
 from lockstep.nn.remote import say_what_is_held
+from lockstep.nn.row import row_of, set_row
+from lockstep.nn.units import found_row
 from lockstep.parallel.depth_axis import DepthAxis
 from lockstep.parallel.layout import Range
 
@@ -90,8 +92,9 @@ class SlicedParameters:
         return named
 
     def _share_ties(self) -> None:
-        assert isinstance(self._model, Pipeline), "other models are not kept in slices"
-        self._model.ties.share()
+        row = row_of(self._model)
+        assert row is not None, "other models are not kept in slices"
+        row.ties.share()
 
 
 def build_model(task: Task, config: TrainConfig, device: torch.device) -> nn.Module:
@@ -131,14 +134,12 @@ def built(
     check_aliases(task, model)
     if config.num_shards > 1:
         cut(model, config.num_shards)
-    if isinstance(model, Pipeline):
-        model.axis = DepthAxis([Range(0, len(model))])
-        model.is_called_once = config.mesh.pp > 1 or config.shards_parameters
-        if model.is_called_once:
-            say_what_is_held(model)
+    if config.shards_parameters and row_of(model) is None:
+        set_row(model, found_row(model))
     check_pipeline(model, config)
     recompute_activations(model, config.activation_checkpointing)
     _check_local_steps_fit(task, model, config)
+    _begin_row(model, config)
     compute = Compute(task, model, config, device)
     _check_compression_fits(compute, config)
     if compute.local is not None:
@@ -186,6 +187,19 @@ def attached_schedulers(
     return build_schedulers(task, own, config)
 
 
+def _begin_row(model: nn.Module, config: TrainConfig) -> None:
+    """Have a model that is a row of blocks compute all of them, as blocks."""
+    row = row_of(model)
+    if row is None:
+        return
+    row.axis = DepthAxis([Range(0, row.num_blocks)])
+    row.is_called_once = config.mesh.pp > 1 or config.shards_parameters
+    if row.is_called_once:
+        say_what_is_held(model)
+    if isinstance(row, ModuleRow):
+        row.install()
+
+
 def _check_local_steps_fit(task: Task, model: nn.Module, config: TrainConfig) -> None:
     """Refuse workers of a task that has more to it than a loss of parameters.
 
@@ -195,8 +209,8 @@ def _check_local_steps_fit(task: Task, model: nn.Module, config: TrainConfig) ->
     if config.local.steps == 1:
         return
     kind, has = type(task).__name__, ""
-    if isinstance(model, Pipeline):
-        has = "a lockstep.nn.Pipeline, whose blocks are called by stage"
+    if row_of(model) is not None:
+        has = "a model in blocks (lockstep.nn.Pipeline, units or stages), which one worker has not"
     elif shards_of(model):
         has = f"layers in shards (num_shards={config.num_shards}), and a worker steps whole ones"
     elif tables_of(model):

@@ -46,7 +46,7 @@ from lockstep.engine.task.task_config import length_reads
 from lockstep.engine.timing import Stopwatch
 from lockstep.errors import TaskError, shared
 from lockstep.nn.cutting import keep
-from lockstep.nn.pipeline import Pipeline
+from lockstep.nn.row import row_of
 from lockstep.parallel.layout import Assigned
 
 
@@ -104,9 +104,10 @@ class TrainStep:
         self._storage: BlockStorage | None = None
         if config.shards_gradients:
             give_back_large()
-        if config.shards_gradients and isinstance(model, Pipeline):
+        row = row_of(model)
+        if config.shards_gradients and row is not None:
             self._storage = BlockStorage(
-                model, placement, lambda moment: runtime.at(moment, placement.step)
+                row, placement, lambda moment: runtime.at(moment, placement.step)
             )
         self.carries, self._leaf_states = distributed_carries(
             runtime, config, placement, flat, first_agreed, compute.has_carry

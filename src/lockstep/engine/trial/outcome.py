@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from lockstep.engine.digests import checksum
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.passes.buffers import same_bits
 from lockstep.errors import TaskError
-from lockstep.nn.pipeline import Pipeline
+from lockstep.nn.row import Row
 
 _WHY = (
     "though samples, random state, parameters and buffers were the same; something keeps "
@@ -129,23 +129,26 @@ def _check_drawn(first: Outcome, second: Outcome) -> None:
             )
 
 
-def check_rehearsed(where: str, expected: Outcome, now: Outcome) -> None:
+def check_rehearsed(
+    where: str, expected: Outcome, now: Outcome, explained: Callable[[str], str]
+) -> None:
     """Refuse a task that reads parameters of other blocks than the one that is computed.
 
     Args:
         where: name of the loss in the message.
         expected: outcome with all parameters.
         now: outcome with those of the present block only.
+        explained: makes the message of what differs.
 
     Raises:
         TaskError: naming what differs.
     """
     for name, value in expected.values.items():
         if not all(map(_same, value, now.values[name])):
-            raise TaskError(read_on_other_rank(f"{where}: {name}"))
+            raise TaskError(explained(f"{where}: {name}"))
     for name, gradient in expected.gradients.items():
         if gradient != now.gradients[name]:
-            raise TaskError(read_on_other_rank(f"{where}: the gradient of {name}"))
+            raise TaskError(explained(f"{where}: the gradient of {name}"))
 
 
 def read_on_other_rank(what: str) -> str:
@@ -166,7 +169,7 @@ def _same(one: Any, two: Any) -> bool:
 
 
 class Rehearsal:
-    """Replaces the storage of a pipeline's blocks: fills with NaN what would be freed.
+    """Replaces the storage of a row's blocks: fills with NaN what would be freed.
 
     Views see that too, since they share the memory. Gradients are freed when their block is left,
     for there is no memory for all. Not a collective.
@@ -175,22 +178,22 @@ class Rehearsal:
         gradients: checksums of those that were freed in this pass, by the parameter's id.
     """
 
-    def __init__(self, model: Pipeline, flat: FlatTensors) -> None:
+    def __init__(self, row: Row, flat: FlatTensors) -> None:
         """Keep a copy of all parameters.
 
         Args:
-            model: model whose parameters are all in memory.
+            row: blocks of a model whose parameters are all in memory.
             flat: its trainable parameters, with segments for each block.
         """
-        self._model, self._flat = model, flat
+        self._row, self._flat = row, flat
         self._kept = [memory.clone() for memory in flat.flats]
         self._users: Counter[int] = Counter()
         self._next = -1
         self.gradients: dict[int, int] = {}
         segments = {id(t): e.segment for t, e in zip(flat.tensors, flat.entries, strict=True)}
         self._needed = [
-            sorted({segments[id(p)] for p in block.parameters() if id(p) in segments})
-            for block in model
+            sorted({segments[id(p)] for p in row.parameters_of(block) if id(p) in segments})
+            for block in range(row.num_blocks)
         ]
         uses = Counter(segment for needed in self._needed for segment in needed)
         self._of_one_block = {segment for segment, num in uses.items() if num == 1}
@@ -198,12 +201,12 @@ class Rehearsal:
     @contextmanager
     def begun(self) -> Iterator[None]:
         """Use it for the model within the block; restore all parameters after it."""
-        self._model.storage, self._model.descend = self, self.descend
+        self._row.storage, self._row.descend = self, self.descend
         self.end_pass()
         try:
             yield
         finally:
-            self._model.storage = self._model.descend = None
+            self._row.storage = self._row.descend = None
             for memory, kept in zip(self._flat.flats, self._kept, strict=True):
                 memory.copy_(kept)
 
@@ -221,7 +224,7 @@ class Rehearsal:
 
     def reshard(self, block: int) -> None:
         """See `lockstep.nn.ties.Storage`."""
-        last = len(self._model) - 1
+        last = self._row.num_blocks - 1
         if torch.is_grad_enabled() and block == last:
             self._next = last - 1  # its backward pass comes next
         else:

@@ -8,6 +8,7 @@ more after an evaluation; and everything visible is compared.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Set
 from typing import Any
 
@@ -42,6 +43,7 @@ from lockstep.engine.trial.outcome import (
     check_rehearsed,
     read_on_other_rank,
 )
+from lockstep.engine.trial.stage_rehearsal import StageRehearsal, elsewhere
 from lockstep.errors import TaskError
 
 
@@ -72,11 +74,12 @@ class Trial:
         """
         is_scratch(compute.task, "")
         self._model = model
-        self._named = list(zip([e.name for e in flat.entries], flat.tensors, strict=True))
+        self.use(flat)
         self._compute = compute
         self._loader = loader
         self._end_pass: Callable[[], None] = _nothing
         self._freed: dict[int, int] = {}
+        self._stages: StageRehearsal | None = None
         at_first = self._state()
         self._first = self._run()
         once = self._state()
@@ -96,6 +99,33 @@ class Trial:
         self.data_digest = self._first.batch
         self.digest = "".join(one.digest for one in (self._first, *others))
 
+    def use(self, flat: FlatTensors) -> None:
+        """Take gradients of parameters in the order of this memory from now on."""
+        self._named = list(zip([e.name for e in flat.entries], flat.tensors, strict=True))
+
+    def repeat(self) -> None:
+        """Compute the first microbatch of each phase once more, for who watches the model."""
+        for step in self._compute.phases.first_steps:
+            self._run(step)
+
+    def rehearse_stages(self, rehearsal: StageRehearsal) -> None:
+        """Compute everything once more, as stages do.
+
+        Args:
+            rehearsal: computes one stage after another.
+
+        Raises:
+            TaskError: a result differs.
+        """
+        self._stages = rehearsal
+        for step, expected in self._by_step.items():
+            check_rehearsed(self._where(step), expected, self._run(step), elsewhere)
+        self._stages = None
+
+    def _where(self, step: int) -> str:
+        phase = self._compute.phases.at(step).name
+        return f"Task.{phase}: the loss" if phase else "Task.loss"
+
     def rehearse(
         self, rehearsal: Rehearsal, evaluations: Mapping[str, tuple[Evaluation, Mapping[str, Any]]]
     ) -> None:
@@ -111,14 +141,13 @@ class Trial:
         with rehearsal.begun():
             self._end_pass, self._freed = rehearsal.end_pass, rehearsal.gradients
             for step, expected in self._by_step.items():
-                phase = self._compute.phases.at(step).name
-                where = f"Task.{phase}: the loss" if phase else "Task.loss"
-                check_rehearsed(where, expected, self._run(step))
+                now = self._run(step)
+                check_rehearsed(self._where(step), expected, now, read_on_other_rank)
             self._end_pass, self._freed = _nothing, {}
             for split, (evaluation, expected_metrics) in evaluations.items():
-                now = evaluation.first_batch(self._model, self._compute)
+                there = evaluation.first_batch(self._model, self._compute)
                 for name, value in expected_metrics.items():
-                    if repr(value) != repr(now[name]):
+                    if repr(value) != repr(there[name]):
                         raise TaskError(read_on_other_rank(f"Task.evaluate: {name} of {split}"))
 
     def gradients(self) -> list[Tensor | None]:
@@ -271,12 +300,20 @@ class Trial:
         digest, drawn = data_digest(batch), [global_state()]  # the loss may change it in place
         carries = Carries()
         with shards_explained(self._model):
-            loss = self._compute.forward(step, 0, batch, carries)
+            loss = self._forward(step, batch, carries)
         drawn.append(global_state())
         loss.sum.backward(inputs=self._compute.targets(step))  # type: ignore[no-untyped-call]
         self._end_pass()
         carry = carries.pending.get(0)
         return digest, loss, drawn, carry.digest if carry else ""
+
+    def _forward(self, step: int, batch: Any, carries: Carries) -> Loss:
+        if self._stages is None:
+            return self._compute.forward(step, 0, batch, carries)
+        # A loss may change its batch, and each stage computes it from the beginning.
+        return self._stages.loss(
+            lambda: self._compute.forward(step, 0, copy.deepcopy(batch), carries)
+        )
 
     def _clear_gradients(self) -> None:
         for parameter in self._model.parameters():

@@ -26,7 +26,7 @@ from lockstep.engine.task import Task
 from lockstep.launching.start import launcher_command
 from lockstep.launching.targets import make_task
 from lockstep.nn.cutting import shards_of, units_of
-from lockstep.nn.pipeline import Pipeline
+from lockstep.nn.row import row_of
 from lockstep.parallel.fold import rows_needed
 from lockstep.parallel.layout import Range
 from lockstep.planning.measurements import Anatomy, Facts, Group, Timed
@@ -41,11 +41,11 @@ def anatomy(kind: type[Task], config: TrainConfig) -> Anatomy:
         LockstepError: one of them cannot work.
     """
     model, compute, optimizer = built(make_task(kind, config), config, torch.device("cpu"))
-    shards, is_pipeline = shards_of(model), isinstance(model, Pipeline)
+    shards, row = shards_of(model), row_of(model)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     flat = FlatTensors(
         trainable_groups(model, optimizer), "parameter", shards, units_of(model),
-        by_block=is_pipeline,
+        by_block=row is not None,
     )  # fmt: skip
     needs = Needs(config, flat, optimizer, can_regroup=False)
     return Anatomy(
@@ -53,7 +53,7 @@ def anatomy(kind: type[Task], config: TrainConfig) -> Anatomy:
         gradient_bytes=needs.parameters,
         largest_bytes=needs.largest,
         state_bytes=needs.states,
-        num_blocks=len(model) if isinstance(model, Pipeline) else 1,
+        num_blocks=len(row.groups) if row is not None and row.has_stages else 1,
         num_shards=config.num_shards if shards else 1,
         is_elementwise=is_elementwise(optimizer),
         has_tables=bool(compute.lookups.tables),
