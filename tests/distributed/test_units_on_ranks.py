@@ -33,19 +33,18 @@ def test_any_mesh_gives_the_bits_of_one_process(
     same(tmp_path / "run", reference)
 
 
+MESHES = "1x1x1,2x1x1,1x2x1,1x1x2,2x1x2+parameters,4x1x1+parameters,2x2x1+parameters"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("task", "meshes"),
+    ("task", "keys", "meshes"),
     [
-        ("Llama", "1x1x1,2x1x1,1x2x1,1x1x2,2x1x2+parameters,4x1x1+parameters,1x2x2+parameters"),
-        ("GPT2", "1x1x1,2x1x1,1x1x2,2x1x2+parameters,4x1x1+parameters,1x1x4"),
-        ("Bert", "1x1x1,2x1x1,1x1x2,2x1x2+parameters,4x1x1+parameters,1x1x4"),
-        ("ViT", "1x1x1,2x1x1,1x1x2,2x1x2+parameters,4x1x1+parameters,1x1x4"),
-        ("InUnits", "1x1x1,3x1x1+optimizer,2x1x1+gradients,4x1x1+parameters"),
+        *((task, ("num_shards=4",), MESHES) for task in ("Llama", "GPT2", "Bert", "ViT")),
+        ("InUnits", (), "1x1x1,3x1x1+optimizer,2x1x1+gradients,4x1x1+parameters"),
     ],
 )
-def test_models_of_transformers_have_one_sha_256(lockstep, task, meshes):
-    keys = ("num_shards=4",) if task == "Llama" else ()
+def test_models_of_transformers_have_one_sha_256(lockstep, task, keys, meshes):
     done = lockstep(
         "verify", f"{NN / 'hf_models.py'}:{task}", *CONFIG[1:], *keys, "steps=4", "--launchers",
         "local", "--meshes", meshes, timeout=600,

@@ -12,11 +12,17 @@ from torch.utils.data import TensorDataset, default_collate
 
 import lockstep as ls
 
-PLAN = {
-    "*.q_proj": "heads", "*.k_proj": "heads", "*.v_proj": "heads", "*.o_proj": "row",
+ATTENTION = {"*.q_proj": "heads", "*.k_proj": "heads", "*.v_proj": "heads", "*.o_proj": "row"}
+LLAMA = ATTENTION | {
     "*.gate_proj": "column", "*.up_proj": "column", "*.down_proj": "row",
     "*.embed_tokens": "vocabulary", "lm_head": "vocabulary",
 }  # fmt: skip
+GPT2_ENDS = {"transformer.wte": "vocabulary", "lm_head": "vocabulary"}
+BERT = {
+    "*.query": "heads", "*.key": "heads", "*.value": "heads",
+    "*.intermediate.dense": "column", "*.output.dense": "row",
+}  # fmt: skip
+VIT = ATTENTION | {"*.fc1": "column", "*.fc2": "row"}
 
 
 class Llama(ls.Task):
@@ -29,7 +35,7 @@ class Llama(ls.Task):
                 num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=False,
             )
         )  # fmt: skip
-        return ls.nn.stages(ls.nn.shard(model, PLAN), "model.layers")
+        return ls.nn.stages(ls.nn.shard(model, LLAMA), "model.layers")
 
     def dataset(self, split: str) -> Any:
         generator = torch.Generator().manual_seed(len(split))
@@ -51,7 +57,8 @@ class GPT2(Llama):
 
     def build_model(self) -> nn.Module:
         config = hf.GPT2Config(vocab_size=96, n_embd=64, n_layer=3, n_head=4, n_positions=32)
-        return ls.nn.stages(hf.GPT2LMHeadModel(config), "transformer.h")
+        model = ls.nn.shard(hf.GPT2LMHeadModel(config), GPT2_ENDS)
+        return ls.nn.stages(model, "transformer.h")
 
 
 class Bert(Llama):
@@ -62,7 +69,8 @@ class Bert(Llama):
             vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
             num_attention_heads=4, max_position_embeddings=32,
         )  # fmt: skip
-        return ls.nn.stages(hf.BertForMaskedLM(config), "bert.encoder.layer")
+        model = ls.nn.shard(hf.BertForMaskedLM(config), BERT)
+        return ls.nn.stages(model, "bert.encoder.layer")
 
     def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
         mask = batch != 0
@@ -78,7 +86,8 @@ class ViT(Llama):
             hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
             image_size=8, patch_size=4, num_channels=1, num_labels=10,
         )  # fmt: skip
-        return ls.nn.stages(hf.ViTForImageClassification(config), "vit.layers")
+        model = ls.nn.shard(hf.ViTForImageClassification(config), VIT)
+        return ls.nn.stages(model, "vit.layers")
 
     def dataset(self, split: str) -> Any:
         generator = torch.Generator().manual_seed(len(split))

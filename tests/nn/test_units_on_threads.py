@@ -20,6 +20,7 @@ from tests.nn.unit_models import (
     InUnits,
     Long,
     Moody,
+    Normed,
     Remembering,
     Turned,
     Twin,
@@ -83,18 +84,18 @@ def alone(task: type[Words], kind: type[nn.Module], clip_norm: float | None = 0.
     return trained(task, kind, 1, clip_norm=clip_norm)
 
 
-MESHES: list[tuple[int, dict[str, Any]]] = [
-    (2, {}),
-    (2, {"pp": 2}),
-    (4, {"pp": 4}),
-    (2, {"pp": 2, "interleave": 2}),
-    (4, {"pp": 2, "sharding": "parameters"}),
-    (4, {"sharding": "parameters"}),
-    (3, {"sharding": "gradients"}),
-]
-
-
-@pytest.mark.parametrize(("size", "keys"), MESHES)
+@pytest.mark.parametrize(
+    ("size", "keys"),
+    [
+        (2, {"pp": 2}),
+        (4, {"pp": 2, "sharding": "parameters"}),
+        (4, {"sharding": "parameters"}),
+        (3, {"sharding": "gradients"}),
+        pytest.param(2, {}, marks=pytest.mark.slow),
+        pytest.param(4, {"pp": 4}, marks=pytest.mark.slow),
+        pytest.param(2, {"pp": 2, "interleave": 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_stages_and_slices_give_the_bits_of_one_rank(size: int, keys: dict[str, Any]) -> None:
     assert trained(Words, Decoder, size, **keys) == alone(Words, Decoder)
 
@@ -104,18 +105,19 @@ def test_stages_and_slices_give_the_bits_of_one_rank(size: int, keys: dict[str, 
     [
         (Decoder, "parameters"),
         (Functional, "parameters"),
-        (Functional, "gradients"),
+        pytest.param(Functional, "gradients", marks=pytest.mark.slow),
         (Turned, "parameters"),
         (Moody, "gradients"),
-        (Twin, "gradients"),
+        pytest.param(Twin, "gradients", marks=pytest.mark.slow),
     ],
 )
 def test_units_give_the_bits_of_one_rank(kind: type[nn.Module], sharding: str) -> None:
     assert trained(InUnits, kind, 3, sharding=sharding) == alone(InUnits, kind)
 
 
-def test_stages_of_blocks_that_are_called_in_another_order() -> None:
-    assert trained(Words, Turned, 2, pp=2, sharding="parameters") == alone(Words, Turned)
+@pytest.mark.parametrize("kind", [Turned, Normed])
+def test_stages_of_blocks_in_another_order_and_with_buffers(kind: type[nn.Module]) -> None:
+    assert trained(Words, kind, 2, pp=2, sharding="parameters") == alone(Words, kind)
 
 
 @pytest.mark.parametrize("kind", [Decoder, Twin])

@@ -49,6 +49,31 @@ class Decoder(nn.Module):
         return {"logits": self.head(self.norm(x))}
 
 
+class NormedBlock(Block):
+    """Averages over samples: its buffers change in forward passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor, *, mask: Tensor, scale: float = 1.0) -> tuple[Tensor, Any]:
+        y, rest = super().forward(x, mask=mask, scale=scale)
+        return self.average(y.transpose(1, 2)).transpose(1, 2), rest
+
+
+class Normed(Decoder):
+    """Buffers change in blocks, and before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = nn.BatchNorm1d(WIDTH)
+        self.blocks = nn.ModuleList(NormedBlock() for _ in range(3))
+
+    def start(self, tokens: Tensor) -> Tensor:
+        averaged: Tensor = self.average(super().start(tokens).transpose(1, 2))
+        return averaged.transpose(1, 2)
+
+
 class Functional(Decoder):
     """Its head is the embedding's weight, by no other name."""
 
