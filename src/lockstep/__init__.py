@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from lockstep.launching.api.own_loop import Steps, steps
     from lockstep.launching.api.training import Loaded, load
     from lockstep.launching.launch import launch
+    from lockstep.lightning import from_lightning
 
 __version__ = "0.1.0"
 
@@ -84,6 +85,7 @@ __all__ = [
     "Task",
     "TrainConfig",
     "export",
+    "from_lightning",
     "generator",
     "hooks",
     "launch",

@@ -24,7 +24,7 @@ def override(config: Config, overrides: Iterable[str], source: str = "command li
     Raises:
         ConfigError: an item has no `=`, a key is unknown or a value is of the wrong type.
     """
-    data = config.model_dump()
+    data = config.model_dump(exclude_unset=config.is_completed)
     items = list(overrides)
     chosen = [item for item in items if item.partition("=")[0] == "preset"]
     if chosen and "preset" in type(config).model_fields:

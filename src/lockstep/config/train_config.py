@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import yaml
 from pydantic import Field, model_validator
@@ -40,7 +40,13 @@ Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 
 
 class TrainConfig(Section):
-    """Everything that shapes a run. Subclass it to give a system keys of its own."""
+    """Everything that shapes a run. Subclass it to give a system keys of its own.
+
+    Attributes:
+        is_completed: whether keys that were not given get values from elsewhere than their class.
+    """
+
+    is_completed: ClassVar[bool] = False
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Of everything random."""

@@ -32,6 +32,7 @@ class Run:
         is_epoch_end: whether the newest step was the last one of its epoch.
         phase: name of the phase that the newest step belonged to; empty for a task without phases.
         train: loss and metrics of the newest step, means over the global batch, by name.
+        weights: the weights of these means.
         evaluated: metrics of the newest evaluation of each split, by "split/name".
         lr: learning rate of the first parameter group in the newest step; of several optimizers,
             that of the first one, or of the one whose phase it was.
@@ -58,6 +59,7 @@ class Run:
         self.is_epoch_end = False
         self.phase = ""
         self.train: dict[str, float] = {}
+        self.weights: dict[str, float] = {}
         self.evaluated: dict[str, float] = {}
         self.lr = 0.0
         self.grad_norm = 0.0

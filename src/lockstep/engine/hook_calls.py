@@ -325,7 +325,10 @@ class Hooks:
         run.epoch = sampler.epoch(max(0, progress.step - 1))
         run.is_epoch_end = progress.step > 0 and sampler.is_epoch_end(progress.step)
         if result is not None:
-            run.train = result.means(("loss", *self._parts.compute.metrics))
+            names = ("loss", *self._parts.compute.metrics)
+            run.train = result.means(names)
+            weights = zip(names, result.scalars[1::2], strict=True)
+            run.weights = {name: weight for name, weight in weights if weight}
             run.lr, run.grad_norm = result.lr, result.grad_norm
             run.phase = self._parts.compute.phases.at(progress.step - 1).name
 

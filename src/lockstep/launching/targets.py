@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING, cast
 
 from lockstep.config import TrainConfig, load, override
 from lockstep.config.parsing import shown
@@ -18,6 +19,9 @@ from lockstep.engine.task import Task, with_config
 from lockstep.errors import ConfigError, RunDirectoryError
 from lockstep.launching.rank.early import ending_at_interrupt
 from lockstep.launching.systems import load_recipe
+
+if TYPE_CHECKING:
+    from lockstep.lightning.task import LightningTask
 
 
 def is_script(target: str) -> bool:
@@ -90,6 +94,9 @@ def task_class(target: str) -> type[Task]:
     if ".py" not in target:
         return load_recipe(target)
     module = _import(script_path(target))
+    adapted = None if is_script(target) else _adapted(module, target.rpartition(":")[2])
+    if adapted is not None:
+        return adapted
     known = {
         name: value
         for name, value in vars(module).items()
@@ -147,7 +154,23 @@ def configured(
         CheckpointError: there are no weights where the config says that the run starts from them.
     """
     kind = task_class(target)
-    return kind, settled(override(default_config(kind, config_file), overrides), run_dir)
+    config = override(default_config(kind, config_file), overrides)
+    if config.is_completed:
+        from lockstep.lightning.target import completed
+
+        config = completed(cast("type[LightningTask]", kind), config)
+    return kind, settled(config, run_dir)
+
+
+def _adapted(module: ModuleType, name: str) -> type[Task] | None:
+    """The Task class of a LightningModule of a file; None if the name is of something else."""
+    kind = vars(module).get(name.partition("+")[0])
+    bases = kind.__mro__ if inspect.isclass(kind) else ()
+    if not any(base.__name__ == "LightningModule" for base in bases):
+        return None
+    from lockstep.lightning.target import task_of  # imports Lightning's metrics
+
+    return task_of(module, name)
 
 
 def _import(path: Path) -> ModuleType:

@@ -59,7 +59,10 @@ _STATEFUL = (
     *MEMORY, *STREAMS, *GENERATORS,
 )  # fmt: skip
 """Types of a script's global variables that are looked at, beside objects of its classes."""
-_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "pydantic", "lockstep"})
+_LIBRARIES = frozenset({
+    *sys.stdlib_module_names, "torch", "numpy", "pydantic", "lockstep", "lightning",
+    "lightning_utilities", "pytorch_lightning", "torchmetrics",
+})  # fmt: skip
 """Libraries whose classes have no state of a run."""
 _OF_ENGINE = (
     "lockstep.comm.", "lockstep.parallel.", "lockstep.engine.", "lockstep.observe.",

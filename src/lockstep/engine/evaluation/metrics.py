@@ -322,10 +322,16 @@ class StatefulMetrics:
 
 
 def plain(results: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
-    """Results of metrics that are one number, and the others as nested lists."""
+    """Results of metrics that are one number, and the others as nested lists.
+
+    A metric without a name gives several results by name.
+    """
     scalars: dict[str, float] = {}
     arrays: dict[str, Any] = {}
-    for name, result in results.items():
+    several = results.get("")
+    inner = several if isinstance(several, Mapping) else {}
+    named = {name: result for name, result in results.items() if name}
+    for name, result in (*named.items(), *inner.items()):
         value = _listed(result)
         if isinstance(value, (int, float)):
             scalars[name] = float(value)
