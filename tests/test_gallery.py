@@ -55,6 +55,7 @@ SIZES = {
     "gan": Small(("steps=24", "width=16", "eval_every=12", "eval_batch_size=512"), 10),
     "gpt": Small(("steps=6", "context=16", "width=16", "num_layers=2", "eval_every=6"), 4),
     "h2": Small(("epochs=4",), 3),
+    "huggingface": Small(("epochs=1",), 3),
     "ising": Small(("epochs=4", "num_qubits=3", "num_layers=1"), 3),
     "maxcut": Small(
         (

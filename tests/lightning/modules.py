@@ -597,7 +597,7 @@ class Plateau(L.LightningModule):
         self.log("val_loss", F.mse_loss(self.net(x), y))
 
     def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.8)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.3)
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
         return {
             "optimizer": optimizer,
@@ -624,8 +624,13 @@ class OneCycle(Plateau):
 
 
 class Quasi(Plateau):
+    """Steps by a closure, on the whole data at a time."""
+
     def configure_optimizers(self):
-        return torch.optim.LBFGS(self.parameters(), lr=0.1)
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
+
+    def train_dataloader(self):
+        return DataLoader(super().train_dataloader().dataset, batch_size=NUM)
 
 
 class Measured(Classified):
@@ -697,11 +702,11 @@ class Domains(Classified):
 
 ALIKE = (
     MLP, Autoencoder, UNet, Bert, GPT, RNN, GNN, Distilled, EMA, MultiTask, Plateau, OneCycle,
-    Measured, Domains,
+    Measured, Domains, Quasi,
 )  # fmt: skip
 """Those whose loss is a mean over samples: microbatches change nothing but rounding."""
 BY_MICROBATCH = (CNN, SimCLR)
 """Those whose loss depends on which samples share a microbatch."""
 RANDOM = (VAE, Mixup)
 """Those that draw random numbers, which Lightning draws otherwise."""
-REFUSED = (GAN, Quasi)
+REFUSED = (GAN,)

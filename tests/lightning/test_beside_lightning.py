@@ -43,7 +43,8 @@ def test_one_rank_has_the_losses_of_lightning(name, tmp_path):
     module, theirs, metrics = by_lightning(kind, start, result.config.epochs, pieces, **arguments)
 
     groups = [theirs[i : i + pieces] for i in range(0, len(theirs), pieces)]
-    assert losses == pytest.approx([*map(sum, groups)], rel=2e-5)
+    if name != "Quasi":  # Lightning's losses are those at the end of its line searches
+        assert losses == pytest.approx([*map(sum, groups)], rel=2e-5)
     if name not in OFTEN_ZERO:
         mine = result.model.get_parameter
         for key, value in module.named_parameters():

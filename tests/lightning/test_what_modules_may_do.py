@@ -80,7 +80,6 @@ class Unseen(Sampler):
     ("kind", "message"),
     [
         (modules.GAN, "automatic_optimization: is False: .*Task with phases"),
-        (modules.Quasi, "LBFGS needs a closure|LBFGS"),
         (a("A", configure_optimizers=two_optimizers), "several optimizers; .* Task with phases"),
         (a("A", configure_optimizers=lambda self: None), "returned None, which trains nothing"),
         (a("A", configure_optimizers=lambda self: 3), "returned 3; must be a torch optimizer"),

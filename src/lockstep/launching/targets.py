@@ -162,6 +162,16 @@ def configured(
     return kind, settled(config, run_dir)
 
 
+def completed_items(config: TrainConfig) -> list[str]:
+    """`key=value` items for what a config has not from its class, but from a task's loaders."""
+    if not config.is_completed:
+        return []
+    keys = ("batch_size", "eval_batch_size", "num_microbatches")
+    items = [f"{key}={getattr(config, key)}" for key in keys]
+    loading = ("shuffle", "drop_last", "num_workers")
+    return items + [f"data.{key}={str(getattr(config.data, key)).lower()}" for key in loading]
+
+
 def _adapted(module: ModuleType, name: str) -> type[Task] | None:
     """The Task class of a LightningModule of a file; None if the name is of something else."""
     kind = vars(module).get(name.partition("+")[0])

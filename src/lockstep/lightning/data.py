@@ -5,7 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +28,16 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from lockstep.config import TrainConfig
 from lockstep.config.parsing import shown
 from lockstep.data.loader import set_epoch
 from lockstep.data.passes import is_stream
+from lockstep.data.random import Stream, kept_generators, random_key, seed_all
 from lockstep.errors import TaskError
 
-SPLITS = ("train", "val", "test")
+STEPS = {"train": "training", "val": "validation", "test": "test"}
+"""The step that each split is for."""
+
 _OWN = ("lightning.pytorch.core.", "pytorch_lightning.core.")
 
 
@@ -47,6 +52,26 @@ def overrides(owner: Any, name: str) -> bool:
         return True
     method = getattr(owner if isinstance(owner, type) else type(owner), name, None)
     return method is not None and not str(method.__module__).startswith(_OWN)
+
+
+class Source(ABC):
+    """Where a task has its LightningModule and its data from.
+
+    Attributes:
+        kind: class of the module.
+        loaders: loaders that were given, by split.
+    """
+
+    kind: type
+    loaders: Mapping[str, Any] = {}
+
+    @abstractmethod
+    def module(self, config: TrainConfig) -> Any:
+        """A new LightningModule."""
+
+    @abstractmethod
+    def datamodule(self, config: TrainConfig) -> Any:
+        """A LightningDataModule; None if there is none."""
 
 
 class Batch(NamedTuple):
@@ -135,12 +160,15 @@ class Loaders:
         evaluated: those of `val` and `test`, by the names of splits: `val`, `val_1`, ….
     """
 
-    def __init__(self, given: Mapping[str, Any], where: Mapping[str, str]) -> None:
+    def __init__(
+        self, given: Mapping[str, Any], where: Mapping[str, str], unused: Sequence[str] = ()
+    ) -> None:
         """Check loaders.
 
         Args:
             given: what there is for `train`, `val` and `test`; None for no such split.
             where: the method that each comes from, for messages.
+            unused: remarks about loaders that are not used.
 
         Raises:
             TaskError: there is none for `train`, or one of them cannot be used.
@@ -152,7 +180,8 @@ class Loaders:
             )
         self.train = _checked(given["train"], where["train"], "train")
         self.evaluated: dict[str, Any] = {}
-        for split in SPLITS[1:]:
+        self._unused = list(unused)
+        for split in ("val", "test"):
             found = given.get(split)
             several = [*found] if isinstance(found, (list, tuple)) else [found]
             for number, loader in enumerate(several):
@@ -195,7 +224,7 @@ class Loaders:
                 f"train_dataloader: batch_size={self.train.batch_size} is replaced by the config's "
                 f"batch_size={batch_size}"
             )
-        return said
+        return [*said, *self._unused]
 
 
 def order_of(loader: Any, split: str) -> Order:
@@ -209,8 +238,8 @@ def order_of(loader: Any, split: str) -> Order:
     where = f"{split}_dataloader"
     if type(loader.batch_sampler) is not BatchSampler:
         raise TaskError(
-            f"{where}: batch_sampler={shown(type(loader.batch_sampler).__name__)}: the samples of "
-            "a step are dealt out by Lockstep; set batch_size, and shuffle=True or a sampler of "
+            f"{where}: batch_sampler={shown(type(loader.batch_sampler).__name__)}: Lockstep "
+            "says which samples a step has; set batch_size, and shuffle=True or a sampler of "
             "torch, or write a Task with epoch_indices"
         )
     sampler, count = loader.sampler, len(loader.dataset)
@@ -226,7 +255,7 @@ def order_of(loader: Any, split: str) -> Order:
     if is_weighted and sampler.replacement and sampler.num_samples == len(sampler.weights) == count:
         return Order(True, sampler.weights)
     raise TaskError(
-        f"{where}: sampler={shown(type(sampler).__name__)}: Lockstep cannot deal out this order; "
+        f"{where}: sampler={shown(type(sampler).__name__)}: Lockstep has no such order; "
         "leave it out (shuffle=True), draw as many samples as there are with replacement "
         "(WeightedRandomSampler), or write a Task with epoch_indices"
     )
@@ -278,8 +307,57 @@ def sizes(batch: Any) -> Iterator[int]:
             yield from sizes(value)
 
 
+def prepare(owner: Any, seed: int) -> None:
+    """Call `prepare_data` and `setup("fit")`, with random numbers that depend on the seed only.
+
+    Args:
+        owner: LightningModule or LightningDataModule.
+        seed: seed of the run.
+    """
+    seed_all(random_key(seed, Stream.ORDER))
+    if overrides(owner, "prepare_data"):
+        with _one_at_a_time(type(owner)):
+            owner.prepare_data()
+    if overrides(owner, "setup"):
+        owner.setup("fit")
+
+
+def loaders_of(module: Any, owners: Iterable[Any], given: Mapping[str, Any], seed: int) -> Loaders:
+    """The loaders of those splits that a module has a step for.
+
+    Args:
+        module: the LightningModule.
+        owners: what may have methods that make loaders, the first first; None for none.
+        given: loaders that were given, by split.
+        seed: seed of the run.
+
+    Raises:
+        TaskError: there is none for `train`, or one of them cannot be used.
+    """
+    found, where = dict(given), {split: f"{split}_dataloaders" for split in given}
+    unused: list[str] = []
+    with kept_generators():
+        for split, step in STEPS.items():
+            name = f"{split}_dataloader"
+            owner = next((o for o in owners if o is not None and overrides(o, name)), None)
+            if not overrides(module, f"{step}_step"):
+                if owner is not None or found.get(split) is not None:
+                    unused.append(f"{name}: is not used, since the module has no {step}_step")
+                found[split] = None
+            if split in found:
+                continue
+            if owner is None:
+                continue
+            seed_all(random_key(seed, Stream.ORDER))
+            if split == "test" and overrides(owner, "setup"):
+                owner.setup("test")
+            found[split] = getattr(owner, name)()
+            where[split] = f"{type(owner).__name__}.{name}"
+    return Loaders(found, where, unused)
+
+
 @contextmanager
-def one_at_a_time(kind: type) -> Iterator[None]:
+def _one_at_a_time(kind: type) -> Iterator[None]:
     """Hold a lock of this host within it: `prepare_data` of several ranks may load the same."""
     name = f"lockstep-{os.getuid()}-{kind.__module__}.{kind.__qualname__}.lock".replace("/", "_")
     file = os.open(

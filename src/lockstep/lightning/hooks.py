@@ -80,6 +80,10 @@ class LightningHooks(Hook):
             self._call(run, "on_train_end")
             self._call(run, "on_fit_end")
             self._call(run, "teardown", "fit")
+            module: Any = run.model
+            datamodule = module.trainer.datamodule
+            if datamodule is not None and overrides(datamodule, "teardown"):
+                datamodule.teardown("fit")
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run is, and what hooks have changed."""

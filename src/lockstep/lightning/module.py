@@ -280,6 +280,20 @@ def check_module(module: Any) -> None:
         raise TaskError(f"{kind}.training_step: is missing; it returns the loss of a batch")
 
 
+def check_datamodule(datamodule: Any) -> None:
+    """Refuse a LightningDataModule with state of its own.
+
+    Raises:
+        TaskError: naming the method.
+    """
+    for name in ("state_dict", "load_state_dict", "on_exception"):
+        if overrides(datamodule, name):
+            raise TaskError(
+                f"{type(datamodule).__name__}.{name}: is not called under Lockstep, which keeps "
+                "the position in the data itself; leave it out"
+            )
+
+
 def step_arguments(method: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Those of some arguments that a step takes, by position, since their names are free.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from torch import optim
@@ -96,3 +96,24 @@ def _scheduled(where: str, optimizer: Any, given: Any) -> Configured:
     if not monitor:
         raise TaskError(f"{where}: ReduceLROnPlateau needs 'monitor', such as 'val_loss'")
     return Configured(optimizer, scheduler, "evaluation", frequency, monitor.removeprefix("val/"))
+
+
+def detached(optimizer: optim.Optimizer) -> Callable[[], None]:
+    """Take off an optimizer what a scheduler that was made with it has put there.
+
+    Lightning has both made at once, and Lockstep first the one, then the other.
+
+    Returns:
+        What puts it back.
+    """
+    watching = vars(optimizer).pop("step", None)
+    rates = [group.pop("initial_lr", None) for group in optimizer.param_groups]
+
+    def attach() -> None:
+        if watching is not None:
+            vars(optimizer)["step"] = watching
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["initial_lr"] = rate
+
+    return attach

@@ -18,8 +18,8 @@ from lockstep.config.parsing import shown
 from lockstep.config.reading import build
 from lockstep.config.section import Section
 from lockstep.errors import ConfigError, TaskError
-from lockstep.lightning.data import overrides
-from lockstep.lightning.task import LightningTask, Source
+from lockstep.lightning.data import Source, overrides
+from lockstep.lightning.task import LightningTask
 
 _SCALARS = (bool, int, float, str)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -17,16 +16,19 @@ from lockstep.config.parsing import shown
 from lockstep.data.passes import stream_length
 from lockstep.data.random import Stream, kept_generators, random_key, seed_all
 from lockstep.engine.hook import Hook
+from lockstep.engine.optimizer.schedulers import Scheduler
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import TaskError
 from lockstep.lightning.data import (
-    SPLITS,
+    STEPS,
     Batch,
     Loaders,
+    Source,
     Split,
-    one_at_a_time,
+    loaders_of,
     order_of,
     overrides,
+    prepare,
     sizes,
 )
 from lockstep.lightning.hooks import LightningHooks, ModelChangingHooks
@@ -39,31 +41,10 @@ from lockstep.lightning.logs import (
     metrics_in,
     state_of,
 )
-from lockstep.lightning.module import adapt, check_module, step_arguments
-from lockstep.lightning.optimizers import Configured, configured
+from lockstep.lightning.module import adapt, check_datamodule, check_module, step_arguments
+from lockstep.lightning.optimizers import Configured, configured, detached
 
-_STEPS = {"train": "training", "val": "validation", "test": "test"}
 _ENDS = ("on_validation_epoch_end", "on_validation_end", "on_test_epoch_end", "on_test_end")
-
-
-class Source(ABC):
-    """Where a task has its LightningModule and its data from.
-
-    Attributes:
-        kind: class of the module.
-        loaders: loaders that were given, by split.
-    """
-
-    kind: type
-    loaders: Mapping[str, Any] = {}
-
-    @abstractmethod
-    def module(self, config: TrainConfig) -> Any:
-        """A new LightningModule."""
-
-    @abstractmethod
-    def datamodule(self, config: TrainConfig) -> Any:
-        """A LightningDataModule; None if there is none."""
 
 
 class LightningTask(Task):
@@ -98,7 +79,7 @@ class LightningTask(Task):
         # Weak, so that what an audit reaches from the task is the task's.
         self._module: Any = lambda: None
         self._optimizer: Any = lambda: None
-        self._configured: Configured | None = None
+        self._configured: tuple[Configured, Callable[[], None]] | None = None
         self._loaders: Loaders | None = None
         self._datamodule: Any = None
 
@@ -133,7 +114,8 @@ class LightningTask(Task):
             if module is None:  # asked for before the engine has built the model
                 with kept_generators():
                     module = self._made()
-            self._loaders = self._loaded(module)
+            owners = (self._datamodule, module)
+            self._loaders = loaders_of(module, owners, self.source.loaders, self.config.seed)
         return self._loaders
 
     @property
@@ -170,7 +152,7 @@ class LightningTask(Task):
         check_module(module)
         adapt(module, self, datamodule)
         with kept_generators():
-            self._prepare(module)
+            prepare(module, self.config.seed)
         module.configure_model()
         return module
 
@@ -201,16 +183,17 @@ class LightningTask(Task):
         if found.optimizer is None:
             return None
         self._optimizer = weakref.ref(found.optimizer)
-        self._configured = found
+        self._configured = found, detached(found.optimizer)
         return found.optimizer  # type: ignore[no-any-return]
 
     def build_scheduler(self, optimizer: Any) -> Any:
         """The scheduler of `configure_optimizers`, if it has one."""
-        found, self._configured = self._configured, None
-        if found is None or found.scheduler is None:
+        if self._configured is None:
             return None
-        from lockstep.engine.optimizer.schedulers import Scheduler
-
+        (found, attach), self._configured = self._configured, None
+        if found.scheduler is None:
+            return None
+        attach()
         return Scheduler(found.scheduler, found.interval, found.frequency, found.metric)
 
     def hooks(self) -> list[Hook]:
@@ -256,7 +239,7 @@ class LightningTask(Task):
     def evaluate(self, model: Any, batch: Any) -> Loss:
         """What `validation_step` or `test_step` returns and logs."""
         split = batch.split if batch.split != "train" else "val"
-        stage, place = _STEPS[split], f"{split}_{batch.loader}" if batch.loader else split
+        stage, place = STEPS[split], f"{split}_{batch.loader}" if batch.loader else split
         with self._step(model, batch, split) as (data, journal):
             is_one = f"{split}_1" not in self.splits
             at = (data, batch.number) if is_one else (data, batch.number, batch.loader)
@@ -296,7 +279,7 @@ class LightningTask(Task):
             for name, count in lists.items():
                 if len(vars(model).get(name, ())) != count:
                     raise TaskError(
-                        f"{_STEPS[split]}_step: keeps something in self.{name}, and a rank sees "
+                        f"{STEPS[split]}_step: keeps something in self.{name}, and a rank sees "
                         "some batches only; log it by self.log, whose mean is taken over all "
                         "batches, or update a metric of torchmetrics (CatMetric keeps values)"
                     )
@@ -380,7 +363,7 @@ class LightningTask(Task):
             states: of each metric, over all batches.
             count: number of batches.
         """
-        module, stage = self.module, _STEPS[split.partition("_")[0]]
+        module, stage = self.module, STEPS[split.partition("_")[0]]
         if split not in self.logged:  # this rank has computed no batch of it
             with kept_generators(), torch.no_grad():
                 self.evaluate(module, self.dataset(split)[0])  # type: ignore[index]
@@ -425,40 +408,9 @@ class LightningTask(Task):
         if self._datamodule is None:
             self._datamodule = self.source.datamodule(self.config)
             if self._datamodule is not None:
-                self._prepare(self._datamodule)
+                check_datamodule(self._datamodule)
+                prepare(self._datamodule, self.config.seed)
         return self._datamodule
-
-    def _prepare(self, owner: Any) -> None:
-        """Call `prepare_data` and `setup`, with random numbers that depend on the seed only."""
-        seed_all(random_key(self.config.seed, Stream.ORDER))
-        if overrides(owner, "prepare_data"):
-            with one_at_a_time(type(owner)):
-                owner.prepare_data()
-        if overrides(owner, "setup"):
-            owner.setup("fit")
-
-    def _loaded(self, module: Any) -> Loaders:
-        given = dict(self.source.loaders)
-        where = {split: f"{split}_dataloaders" for split in given}
-        tests = overrides(module, "test_step")
-        with kept_generators():
-            for split in SPLITS:
-                step = f"{_STEPS[split]}_step"
-                if not overrides(module, step):
-                    given[split] = None
-                if split in given:
-                    continue
-                seed_all(random_key(self.config.seed, Stream.ORDER))
-                name = f"{split}_dataloader"
-                owners = (self._datamodule, module)
-                owner = next((o for o in owners if o is not None and overrides(o, name)), None)
-                if owner is None:
-                    continue
-                if split == "test" and tests and overrides(owner, "setup"):
-                    owner.setup("test")
-                given[split] = getattr(owner, name)()
-                where[split] = f"{type(owner).__name__}.{name}"
-        return Loaders(given, where)
 
 
 def _has_end(module: Any) -> bool:

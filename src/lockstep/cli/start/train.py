@@ -20,7 +20,14 @@ from lockstep.launching.host.output_pump import pumped_output
 from lockstep.launching.job.commands import RankCommand
 from lockstep.launching.rank.environment import detect
 from lockstep.launching.start import check_replacements, choose_launcher, rank_command, start_shown
-from lockstep.launching.targets import absolute, configured, is_script, make_task, trusted_target
+from lockstep.launching.targets import (
+    absolute,
+    completed_items,
+    configured,
+    is_script,
+    make_task,
+    trusted_target,
+)
 from lockstep.launching.warm.starting import fork_server
 
 _PROFILED = (10, 13)
@@ -120,7 +127,8 @@ def train(
         predicted(config, num_ranks)  # here, so that an unusable plan fails before ranks start
         session = replace(session, run_dir=str(run_dir or new_run_dir(task.name)))
         directory = RunDirectory(Path(str(session.run_dir)))
-        arguments = [*overrides, *items(config.weights_from)]  # fixed for ranks that start later
+        # Fixed for ranks that start later, and found once.
+        arguments = [*overrides, *items(config.weights_from), *completed_items(config)]
         if config_file:
             arguments += ["--config", str(config_file.resolve())]
         command = start(arguments, replacements, silence_s=config.hang_timeout_s)
