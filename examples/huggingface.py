@@ -3,8 +3,8 @@
 from typing import Any
 
 import datasets
+import torch
 from sklearn.datasets import load_digits
-from torch.utils.data import Dataset
 from transformers import ViTConfig, ViTForImageClassification, default_data_collator
 
 import lockstep as ls
@@ -13,9 +13,9 @@ MODEL = ViTConfig(
     image_size=8, patch_size=2, num_channels=1, num_labels=10, hidden_size=32,
     num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
 )  # fmt: skip
-images, digits = load_digits(return_X_y=True)
+images, digits = map(torch.tensor, load_digits(return_X_y=True))
 rows = datasets.Dataset.from_dict(
-    {"pixel_values": images.reshape(-1, 1, 8, 8) / 16, "labels": digits}
+    {"pixel_values": (images.float() / 16).view(-1, 1, 8, 8).numpy(), "labels": digits.numpy()}
 ).with_format("numpy")
 PARTS = {"train": range(1400), "val": range(1400, 1797)}
 
@@ -24,7 +24,7 @@ class Vit(ls.Task):
     def build_model(self) -> ViTForImageClassification:
         return ViTForImageClassification(MODEL)
 
-    def dataset(self, split: str) -> Dataset[Any] | None:
+    def dataset(self, split: str) -> Any:
         return rows.select(PARTS[split]) if split in PARTS else None
 
     def collate(self, samples: list[Any]) -> dict[str, Any]:

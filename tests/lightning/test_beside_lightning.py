@@ -14,7 +14,7 @@ from tests.lightning.trained import task_of, trained
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning", "ignore:.*:FutureWarning")
 
 SCRIPT = Path(__file__).parent / "trained.py"
-FEW = ("MLP", "CNN", "MultiTask")
+FEW = ("MLP", "CNN", "OneCycle")
 """Those of the quick tests: metrics of steps and of epochs, hooks, batch norm, a scheduler."""
 PLAIN = {"VAE": ("noise", 0.0), "Mixup": ("alpha", 0.0), "SimCLR": ("noise", 0.0)}
 """Arguments with which modules draw no random numbers."""

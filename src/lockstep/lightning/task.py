@@ -256,7 +256,8 @@ class LightningTask(Task):
         numbers = self._numbers(journal, place, loss)
         updates = {"": {"split": place, "states": states}} if _has_end(model) else {}
         if loss is not None:
-            return Loss.mean(loss, float(self._count(data)), numbers, updates)
+            weight = journal.given_weight(loss) or float(self._count(data))
+            return Loss.mean(loss, weight, numbers, updates)
         pair = numbers.pop("loss", None) or numbers.get(f"{split}_loss")
         if pair is not None:
             return Loss(pair[0], pair[1], numbers, updates=updates)
