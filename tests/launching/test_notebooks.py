@@ -113,6 +113,39 @@ def test_interrupting_a_cell_stops_with_a_checkpoint_and_the_run_goes_on(
     assert plain.params_sha256 in shown
 
 
+LOOP = """
+def looped(leave_at=0, **options):
+    config = ls.TrainConfig(log_every=1, **CONFIG)
+    steps = ls.steps(InACell(config), run_dir="loop", quiet=True, **options)
+    for step in steps:
+        if step.number == leave_at:
+            break
+    return steps.result
+"""
+
+
+def test_a_loop_in_a_cell_is_left_interrupted_and_gone_on_with(
+    kernel: tuple[KernelManager, BlockingKernelClient], tmp_path: Path
+) -> None:
+    manager, client = kernel
+    plain = ls.train(Line(ls.TrainConfig(**CONFIG)), run_dir=tmp_path / "plain", quiet=True)
+    first = f"{CELL}\nCONFIG = {CONFIG!r}{LOOP}\nprint(looped(3).reason)"
+    answer, shown = reply(client, client.execute(first))
+    assert answer["status"] == "ok", shown
+    assert "the loop was left" in shown
+    request = client.execute("looped(resume=True)")
+    deadline = time.monotonic() + 60
+    while events(tmp_path / "loop")[-1]["step"] < 6:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    manager.interrupt_kernel()
+    answer, shown = reply(client, request)
+    assert (answer["status"], answer["ename"]) == ("error", "Stopped"), shown
+    answer, shown = reply(client, client.execute("print(looped(resume=True).params_sha256)"))
+    assert answer["status"] == "ok", shown
+    assert plain.params_sha256 in shown
+
+
 def test_an_error_is_one_message_in_a_cell(
     kernel: tuple[KernelManager, BlockingKernelClient],
 ) -> None:

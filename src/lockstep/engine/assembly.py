@@ -27,6 +27,7 @@ from lockstep.engine.evaluation.batches import (
 from lockstep.engine.evaluation.evaluation import Evaluation
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.hook import Hook
+from lockstep.engine.optimizer.learning_rates import check_noted, noted
 from lockstep.engine.passes.batch_loss import check_batch_loss_fits
 from lockstep.engine.passes.buffers import ForwardState
 from lockstep.engine.passes.compute import Compute
@@ -149,12 +150,15 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         facts[f"number of samples of {name}"] = there.num_samples
     check_same(transport, facts)
     on_all(lambda: check_judged(config, splits))
+    inner = [compute.local.optimizer] if compute.local else []
+    groups = noted([*optimizers_in(optimizer).values(), *inner])
     trial = on_all(lambda: Trial(model, flat, compute, loader))
     tried = on_all(
         lambda: {n: trial.evaluate(n, e) for n, e in splits.items() if is_validation(n)},
     )
     if tried:
         check_watched(config, judged(tried))
+    on_all(lambda: check_noted(groups))
     on_all(lambda: schedulers.check_metrics(judged(tried), config.watch))
     on_all(lambda: _check_views(config, flat, trial))
     if on_all(lambda: _settle(model, trial)):
@@ -195,11 +199,11 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         keep(model, placement.own)
     size, can_regroup = placement.data.size, transport.can_regroup
     has_phases = compute.phases.are_several
-    inner = compute.local.optimizer if compute.local else None
+    local = compute.local.optimizer if compute.local else None
     gathered = compute.batch_loss.kept_bytes(config.batch_size) if compute.batch_loss else 0
     on_all(
         lambda: check_memory(
-            config, model, flat, optimizer, size, can_regroup, has_phases, inner, gathered
+            config, model, flat, optimizer, size, can_regroup, has_phases, local, gathered
         ),
     )
     constants = Constants(model, trial.changed)

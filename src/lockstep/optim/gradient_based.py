@@ -300,8 +300,26 @@ class SAM(Optimizer):
         wrong = next((g["rho"] for g in self.param_groups if not 0 < g["rho"] < math.inf), None)
         if wrong is not None:
             raise ConfigError(f"SAM: rho={wrong}: must be a finite number above 0")
-        self.base = base(self.param_groups)
-        self.param_groups = self.base.param_groups
+        made = base(self.param_groups)
+        if (
+            not isinstance(made, Optimizer)
+            or getattr(made, "needs_closure", None)
+            or (isinstance(made, torch.optim.LBFGS))
+        ):
+            raise ConfigError(
+                f"SAM: base returned a {type(made).__name__}; must be an optimizer that steps "
+                "without a closure"
+            )
+        if len(made.param_groups) != len(self.param_groups) or any(
+            [*map(id, own["params"])] != [*map(id, theirs["params"])]
+            for own, theirs in zip(self.param_groups, made.param_groups, strict=True)
+        ):
+            raise ConfigError("SAM: base has other groups than it was given; make it of these")
+        self.base = made
+        for own, theirs in zip(self.param_groups, made.param_groups, strict=True):
+            theirs.setdefault("rho", own["rho"])
+            theirs.setdefault("adaptive", own["adaptive"])
+        self.param_groups = made.param_groups
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]

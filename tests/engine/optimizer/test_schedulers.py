@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.launching.api.test_train import Line
@@ -77,6 +78,7 @@ ALL: dict[str, Make] = {
     "lambda": lambda o: torchs.LambdaLR(o, lambda step: 0.95**step),
     "cyclic": lambda o: torchs.CyclicLR(o, 0.01, 0.1, 3, cycle_momentum=False),
     "epochs": lambda o: ls.Scheduler(torchs.StepLR(o, 1, 0.5), "epoch"),
+    "an array": lambda o: Counted(o),
     "every third": lambda o: ls.Scheduler(torchs.ExponentialLR(o, 0.5), "step", frequency=3),
 }
 
@@ -259,6 +261,29 @@ class Hidden(LRScheduler):
         return [base * factor for base in self.base_lrs]
 
 
+class Decaying(LRScheduler):
+    """Changes more than options."""
+
+    def get_lr(self) -> list[Any]:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.data.mul_(0.5)
+                parameter.detach().mul_(1.0)
+        return [*self.base_lrs]
+
+
+class Counted(LRScheduler):
+    """Counts in an array, in place."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.counts = np.zeros(2, dtype=np.int64)
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        self.counts += 1
+        return [base * np.float32(0.5) ** self.counts[0] for base in self.base_lrs]
+
+
 class Raising(LRScheduler):
     """Fails in the third step."""
 
@@ -270,7 +295,7 @@ class Raising(LRScheduler):
 
 WRONG: dict[str, tuple[Make, str]] = {
     "no scheduler": (lambda o: 0.5, "must return a scheduler of torch.optim.lr_scheduler"),
-    "foreign": (foreign, "schedules a SGD over parameters that the run does not step"),
+    "foreign": (foreign, "StepLR is built over an optimizer that the run does not step"),
     "a dict": (lambda o: {"encoder": foreign(o)}, "there is one optimizer: return one"),
     "plateau each step": (
         lambda o: ls.Scheduler(ReduceLROnPlateau(o)),
@@ -292,6 +317,11 @@ WRONG: dict[str, tuple[Make, str]] = {
     ),
     "draws": (lambda o: Hidden(o), "Hidden comes to something else"),
     "raises": (lambda o: Raising(o), "no rate"),
+    "too short": (
+        lambda o: torchs.OneCycleLR(o, 0.2, total_steps=STEPS // 2),
+        "build_scheduler: OneCycleLR cannot be stepped: Tried to step 9 times",
+    ),
+    "decays parameters": (lambda o: Decaying(o), "Decaying changes parameters"),
 }
 
 
@@ -373,7 +403,7 @@ def test_damaged_states_are_refused() -> None:
         (good | {"base": [0.1, 0.2]}, "must be a list of 1"),
         (good | {"lr": ["x"]}, "must be a finite number"),
         (good | {"factors": [float("inf")]}, "must be a finite number"),
-        (good | {"written": [{"gamma": 1}]}, "must be options of the group"),
+        (good | {"written": [{"lr": 1}]}, "must be options by name"),
         (good | {"written": [{"betas": {"odd": 1}}]}, "is no value of an option"),
     ]
     for damaged, message in damages:
@@ -398,3 +428,102 @@ def test_states_of_schedulers_come_back_from_json() -> None:
         k: v for k, v in state.items() if k != "rate"
     }
     assert torch.equal(back["rate"], torch.tensor(0.25))
+
+
+def emptied(groups: list[dict[str, Any]]) -> None:
+    groups[0]["params"].clear()
+
+
+def deleted(groups: list[dict[str, Any]]) -> None:
+    del groups[0]["betas"]
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda groups: groups.pop(), "groups of AdamW were added, removed or replaced"),
+        (lambda groups: groups.append(dict(groups[0])), "groups of AdamW were added"),
+        (lambda groups: groups.insert(0, dict(groups.pop(0))), "groups of AdamW were added"),
+        (emptied, "group 0: other parameters were put into it"),
+        (deleted, "group 0: 'betas' was deleted"),
+        (lambda groups: groups[0].pop("lr"), "'lr' was set to None; must be a finite number"),
+    ],
+)
+def test_groups_stay_as_they_were_built(edit: Any, said: str, tmp_path: Path) -> None:
+    def after_step(self: Any, model: Any, step: int) -> None:
+        if step == 3:
+            edit(self.optimizer.param_groups)
+
+    task = scheduled(lambda o: None, after_step=after_step)()
+    with pytest.raises(TaskError, match=said):
+        ls.train(task, config(), run_dir=tmp_path / "run", quiet=True)
+
+
+def test_a_key_of_ones_own_comes_back(tmp_path: Path) -> None:
+    def after_step(self: Any, model: Any, step: int) -> None:
+        group = self.optimizer.param_groups[0]
+        group["seen"] = group.get("seen", 0) + 1
+        group["lr"] = 0.1 / (1 + group["seen"])
+
+    kind = scheduled(lambda o: None, after_step=after_step)
+    whole = ls.train(kind(), config(), run_dir=tmp_path / "whole", quiet=True)
+    ls.train(kind(), config(stop_at_step=5), run_dir=tmp_path / "parts", quiet=True)
+    last = ls.train(kind(), config(), run_dir=tmp_path / "parts", quiet=True, resume=True)
+    assert last.params_sha256 == whole.params_sha256
+
+
+def test_state_of_a_parameter_that_is_stepped_flat_is_no_silence(tmp_path: Path) -> None:
+    def after_step(self: Any, model: Any, step: int) -> None:
+        self.optimizer.state.pop(model.weight, None)
+
+    task = scheduled(lambda o: None, after_step=after_step)()
+    with pytest.raises(TaskError, match="steps flat tensors, which are in its param_groups"):
+        ls.train(task, config(), run_dir=tmp_path / "run", quiet=True)
+
+
+def test_a_scheduler_may_set_the_rate_of_another_optimizer(tmp_path: Path) -> None:
+    class Both(LRScheduler):
+        def __init__(self, optimizer: Any, other: Any) -> None:
+            self.other = other
+            super().__init__(optimizer)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {k: v for k, v in super().state_dict().items() if k != "other"}
+
+        def get_lr(self) -> list[Any]:
+            self.other.param_groups[0]["lr"] = 0.2 * 0.5**self.last_epoch
+            return [*self.base_lrs]
+
+    class Two(Line):
+        def build_optimizer(self, model: Any) -> Any:
+            self.made = {
+                "weight": optim.SGD([model.weight], lr=0.1),
+                "bias": optim.SGD([model.bias], lr=0.2),
+            }
+            return self.made
+
+        def build_scheduler(self, optimizer: Any) -> Any:
+            return {"weight": Both(optimizer["weight"], optimizer["bias"])}
+
+    task = Two()
+    ls.train(task, line_config(steps=3), run_dir=tmp_path / "run", quiet=True)
+    assert task.made["bias"].param_groups[0]["lr"] == 0.2 * 0.5**3
+
+
+def test_what_a_hook_of_the_optimizer_writes_counts(tmp_path: Path) -> None:
+    def halved(optimizer: Any, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+
+    class Mine(Scheduled):
+        def build_optimizer(self, model: Any) -> Any:
+            made = super().build_optimizer(model)
+            made.register_step_post_hook(halved)
+            return made
+
+        def build_scheduler(self, optimizer: Any) -> Any:
+            return None
+
+    ls.train(Mine(), config(), run_dir=tmp_path / "run", quiet=True)
+    rates = rates_of(tmp_path / "run")
+    assert rates == [0.1 * 0.5**step for step in range(STEPS)]

@@ -122,7 +122,7 @@ class SavedState:
 
 def kept_by(optimizers: Iterable[optim.Optimizer]) -> list[object]:
     """State and groups of optimizers, which checkpoints hold."""
-    return [v for o in optimizers for v in (o.state, o.param_groups, *o.param_groups)]
+    return [v for o in optimizers for v in (o.state, o.defaults, o.param_groups, *o.param_groups)]
 
 
 def _saved_hooks(state: TaskState) -> dict[str, object]:

@@ -53,6 +53,11 @@ def needs_closure(optimizer: optim.Optimizer) -> bool:
     return takes is not None and takes.default is Parameter.empty
 
 
+def takes_closure(optimizer: optim.Optimizer) -> bool:
+    """Whether its `step` takes a closure, optional or not."""
+    return "closure" in signature(type(optimizer).step).parameters
+
+
 def has_modes(optimizer: optim.Optimizer) -> bool:
     """Whether it has parameters of other values to be evaluated than to be trained."""
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
@@ -170,8 +175,16 @@ def default_optimizer(model: nn.Module, config: TrainConfig) -> optim.Optimizer:
     return kind(parameters, lr=config.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
 
 
-def check_optimizer(optimizer: object, model: nn.Module, config: TrainConfig) -> optim.Optimizer:
+def check_optimizer(
+    optimizer: object, model: nn.Module, config: TrainConfig, is_scheduled: bool = False
+) -> optim.Optimizer:
     """The optimizer, if it can work.
+
+    Args:
+        optimizer: what the task has returned.
+        model: its model.
+        config: config of the run.
+        is_scheduled: whether the task returns learning-rate schedulers.
 
     Raises:
         TaskError: it is not an optimizer, holds foreign parameters or some shards
@@ -183,7 +196,7 @@ def check_optimizer(optimizer: object, model: nn.Module, config: TrainConfig) ->
         raise TaskError(f"build_optimizer: must return a torch.optim.Optimizer, not a {name}")
     known = {id(p) for p in model.parameters()}
     for name, part in parts_of(optimizer).items():
-        _check_part(part, known, _called(part, name))
+        _check_part(part, known, _called(part, name), is_scheduled)
     if isinstance(optimizer, NamedOptimizers):
         _check_shards(optimizer, model)
     _check_elementwise(optimizer, config)
@@ -196,13 +209,14 @@ def _called(part: optim.Optimizer, name: str) -> str:
     return f"{type(part).__name__} of {name!r}" if name else type(part).__name__
 
 
-def _check_part(part: optim.Optimizer, known: Set[int], called: str) -> None:
+def _check_part(part: optim.Optimizer, known: Set[int], called: str, is_scheduled: bool) -> None:
     """Refuse an optimizer that cannot work, whatever the mesh.
 
     Args:
         part: the optimizer, or one of those that the task has named.
         known: ids of the model's parameters.
         called: what messages call it.
+        is_scheduled: whether the task returns schedulers, which then step what is attached.
 
     Raises:
         TaskError: naming it.
@@ -213,7 +227,7 @@ def _check_part(part: optim.Optimizer, known: Set[int], called: str) -> None:
             "over the model.parameters() it is given"
         )
     for path, inner in optimizers_in(part).items():
-        _check_groups(part, inner, f"{called} {path}".rstrip())
+        _check_groups(part, inner, f"{called} {path}".rstrip(), is_scheduled)
 
 
 def _check_shards(optimizer: NamedOptimizers, model: nn.Module) -> None:
@@ -288,6 +302,13 @@ def _check_closure(optimizer: optim.Optimizer, config: TrainConfig) -> None:
             f"build_optimizer: {called} evaluates the loss again when it steps, at parameters that "
             "other optimizers would have stepped; return it alone, without a name"
         )
+    groups = [group for one in several.values() for group in one.param_groups]
+    if any(not p.requires_grad for group in groups for p in group["params"]):
+        raise TaskError(
+            f"build_optimizer: {called} holds parameters that require no gradient, and keeps its "
+            "state with the first one; give it those that do: [p for p in model.parameters() if "
+            "p.requires_grad]"
+        )
     keys = {
         f"clip_norm={config.clip_norm}": (config.clip_norm is not None, "clip_norm=null"),
         f"precision.dtype={config.precision.dtype}": (
@@ -308,11 +329,13 @@ def _check_closure(optimizer: optim.Optimizer, config: TrainConfig) -> None:
             )
 
 
-def _check_groups(optimizer: optim.Optimizer, inner: optim.Optimizer, name: str) -> None:
+def _check_groups(
+    optimizer: optim.Optimizer, inner: optim.Optimizer, name: str, is_scheduled: bool
+) -> None:
     """Refuse groups of an optimizer, or of one in it, that the engine cannot step."""
     outer = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for group in inner.param_groups:
-        if "initial_lr" in group:
+        if "initial_lr" in group and not is_scheduled:
             raise TaskError(
                 f"build_optimizer: a learning-rate scheduler is attached to the {name}, which "
                 "nothing would step; return it by Task.build_scheduler, or set schedule.name and "

@@ -7,7 +7,8 @@ take several times as long as the arithmetic, so they are skipped where none of 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -65,6 +66,56 @@ def check_savable(
             f"build_optimizer: {name} keeps state {key!r} of type {error}, which a checkpoint "
             "cannot hold; use numbers and dense tensors"
         ) from None
+
+
+class FlatState(defaultdict[Any, Any]):
+    """State of an optimizer that steps flat tensors; parameters of the model have none.
+
+    Args:
+        whole: ids of the model's parameters.
+    """
+
+    def __init__(self, whole: Set[int]) -> None:
+        super().__init__(dict)
+        self._whole = whole
+
+    def _check(self, key: object) -> None:
+        if id(key) in self._whole:
+            raise TaskError(
+                "optimizer.state[parameter]: the optimizer steps flat tensors, which are in its "
+                "param_groups, and keeps no state of the model's parameters; go by the groups, or "
+                "derive a class from it with `elementwise = False`, which steps whole parameters"
+            )
+
+    def __missing__(self, key: Any) -> Any:
+        self._check(key)
+        return super().__missing__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self._check(key)
+        return super().__contains__(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._check(key)
+        super().__setitem__(key, value)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As of any dict.
+
+        Raises:
+            TaskError: `key` is a parameter of the model.
+        """
+        self._check(key)
+        return super().get(key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """As of any dict.
+
+        Raises:
+            TaskError: `key` is a parameter of the model.
+        """
+        self._check(key)
+        return super().pop(key, *default)
 
 
 class Keepers:
@@ -205,7 +256,7 @@ def _kept(optimizer: optim.Optimizer, group: dict[str, Any]) -> list[dict[str, A
         return None
     states = []
     for parameter in group["params"]:
-        state = optimizer.state.get(parameter)
+        state = dict.get(optimizer.state, parameter)  # not by the check of `FlatState`
         is_plain = parameter.is_cpu and parameter.dtype == group["params"][0].dtype
         if not state or parameter.grad is None or not is_plain:
             return None

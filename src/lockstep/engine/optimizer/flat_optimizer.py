@@ -26,8 +26,9 @@ from lockstep.engine.optimizer.choice import (
     own_groups,
     parts_of,
     stepping_in,
+    takes_closure,
 )
-from lockstep.engine.optimizer.fast_steps import Keepers, Stepped
+from lockstep.engine.optimizer.fast_steps import FlatState, Keepers, Stepped
 from lockstep.engine.optimizer.optimizer_state import (
     TENSOR,
     OptimizerState,
@@ -38,7 +39,7 @@ from lockstep.engine.optimizer.optimizer_state import (
     home_of,
     to_json,
 )
-from lockstep.errors import ConfigError, TaskError
+from lockstep.errors import ConfigError, TaskError, shared
 from lockstep.parallel.layout import Range, is_in, within
 
 _TRAINED = "trained"
@@ -97,6 +98,10 @@ class FlatOptimizer:
         ]
         self._gradients: list[tuple[Tensor, Tensor]] = []
         self._written: dict[int, Mapping[str, Any]] = {}
+        if self.elementwise:
+            whole = {id(tensor) for tensor in flat.tensors}
+            for inner in self._optimizers.values():
+                inner.state = FlatState(whole)
         self._modal = [inner for inner in self._optimizers.values() if has_modes(inner)]
         if self.elementwise:
             self.own(slices)
@@ -224,10 +229,12 @@ class FlatOptimizer:
         is_watched = self.may_draw and self._sharded
         before = global_state() if is_watched else None
         outside = self._outside(optimizer)
-        if closure is None:
-            fast_steps.step(optimizer)
-        else:
+        if closure is not None:
             optimizer.step(closure)
+        elif may_draw(optimizer):
+            self._step_foreign(optimizer)
+        else:
+            fast_steps.step(optimizer)
         if outside and (now := self._outside(optimizer)) != outside:
             moved = [path for path in {**outside, **now} if outside.get(path) != now.get(path)]
             self._moved = f"{moved[0].rstrip('!')}: is changed by {type(optimizer).__name__}.step"
@@ -247,7 +254,10 @@ class FlatOptimizer:
                 parameter.grad = gradient
             if self.may_draw:
                 seed_all(key)  # passes have drawn as often as this rank has microbatches
-            return torch.tensor(value, dtype=torch.float64, device=parameters[0].device)
+            # Some call `backward` on it, which then does nothing more.
+            return torch.tensor(
+                value, dtype=torch.float64, device=parameters[0].device, requires_grad=True
+            )
 
         try:
             self._step(self._optimizer, evaluate)
@@ -259,6 +269,21 @@ class FlatOptimizer:
                 flat.copy_(before)
             self.load_state(state)
             raise
+
+    def _step_foreign(self, optimizer: optim.Optimizer) -> None:
+        """Step an optimizer of another package, which may want a closure that it was not given."""
+        try:
+            fast_steps.step(optimizer)
+        except (AssertionError, TypeError) as error:
+            if not takes_closure(optimizer):
+                raise
+            name = type(optimizer).__name__
+            raise shared(
+                TaskError(
+                    f"build_optimizer: {name}.step raised {type(error).__name__}: {error}. If it "
+                    f"evaluates the loss again, say `needs_closure = True` in {name}"
+                )
+            ) from error
 
     def _outside(self, optimizer: optim.Optimizer) -> dict[str, str]:
         """State of an optimizer's code beside its object, in some steps: globals and closures."""

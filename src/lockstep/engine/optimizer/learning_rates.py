@@ -8,12 +8,14 @@ the next step on.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, optim
 
 from lockstep.config.parsing import shown
 from lockstep.engine.optimizer.optimizer_state import from_json, to_json
@@ -42,6 +44,8 @@ class LearningRates:
         factors: Callable[[int, int], list[float]],
         schedulers: Schedulers,
         may_be_written: bool,
+        optimizers: Sequence[optim.Optimizer] = (),
+        is_replicated: bool = True,
     ) -> None:
         """Bind them to parameter groups, as they are before the first step.
 
@@ -52,6 +56,8 @@ class LearningRates:
                 from 0, and of the number of decays.
             schedulers: those of torch that the task has attached; the schedule is constant then.
             may_be_written: whether there is code that may write other options than rates.
+            optimizers: those that have the groups.
+            is_replicated: whether every rank steps all groups.
         """
         self._groups = [*groups, *fixed]
         self._num_fixed = len(fixed)
@@ -64,7 +70,14 @@ class LearningRates:
         self._rates, self._held = list(self._base), list(self._base)
         self.written: list[dict[str, Any]] = [{} for _ in self._groups]
         self._options = [_options(group) for group in self._groups]
+        self._optimizers, self._is_replicated = list(optimizers), is_replicated
+        self.note_groups()
         self._error: Exception | None = None
+
+    def note_groups(self) -> None:
+        """Note which groups there are, and which parameters are in them."""
+        self._lists = [(o, list(o.param_groups)) for o in self._optimizers]
+        self._members = [[*map(id, group["params"])] for group in self._groups]
 
     def begin(self, step: int, decays: int) -> None:
         """Set the rates of a step.
@@ -86,8 +99,10 @@ class LearningRates:
         Raises:
             TaskError: naming the group.
         """
+        self._check_groups()
         for index, (group, rate) in enumerate(zip(self._groups, self._rates, strict=True)):
-            if group["lr"] is not rate and _number(group["lr"]) != rate:
+            written = group.get("lr")
+            if written is not rate and _number(written) != rate:
                 raise TaskError(
                     f"the optimizer's group {index}: 'lr' was changed by a microbatch; change it "
                     "in Task.after_step, or by Task.build_scheduler"
@@ -95,10 +110,13 @@ class LearningRates:
 
     def applied(self) -> None:
         """Note that the optimizer has stepped with the rates that were set last."""
-        self._factors = self._next
-        # A rate that an optimizer writes when it steps counts for that step only, or a rank that
-        # steps no part of the group would go on with another one.
-        self._held = self._set(self._rates)
+        self._factors, self._held = self._next, list(self._rates)
+        if self._is_replicated:
+            # What the optimizer, or a hook of it, has written when it stepped.
+            self._keep_error(self._take_over_rates)
+        else:
+            # It counts for that step only: a rank that steps no part of the group has not done it.
+            self._set(self._rates)
         if self._may_be_written:
             self._options = [_options(group) for group in self._groups]
 
@@ -126,11 +144,18 @@ class LearningRates:
         Raises:
             TaskError: no rate was written, the schedule is at 0, or an option cannot be saved.
         """
+        self._check_groups()
         self._take_over_rates()
         if not self._may_be_written:
             return
         for index, (group, noted) in enumerate(zip(self._groups, self._options, strict=True)):
             written = self.written[index]
+            missing = [key for key in noted if key not in group]
+            if missing:
+                raise TaskError(
+                    f"the optimizer's group {index}: {missing[0]!r} was deleted, and no checkpoint "
+                    "would say so; set it to another value"
+                )
             for key, value in _options(group).items():
                 if key in noted and _is_same(noted[key], value) and key not in written:
                     continue
@@ -145,7 +170,7 @@ class LearningRates:
 
     def _take_over_rates(self) -> None:
         for index, (group, held) in enumerate(zip(self._groups, self._held, strict=True)):
-            written, factor = group["lr"], self._factors[index]
+            written, factor = group.get("lr"), self._factors[index]
             if written is held or _is_same(_number(written), held):
                 continue
             where = f"the optimizer's group {index}: 'lr' was set to {shown(written)}"
@@ -158,6 +183,26 @@ class LearningRates:
                 )
             self._base[index] = _number(written) / factor
             self._held[index] = _number(written)
+
+    def _check_groups(self) -> None:
+        """Refuse other groups, or other parameters in them, than those of the start.
+
+        Raises:
+            TaskError: naming what has changed.
+        """
+        what = ""
+        for optimizer, groups in self._lists:
+            now = optimizer.param_groups
+            if len(now) != len(groups) or any(map(operator.is_not, now, groups)):
+                what = f"the groups of {type(optimizer).__name__} were added, removed or replaced"
+        for index, members in enumerate(self._members if self._may_be_written else ()):
+            if [*map(id, self._groups[index]["params"])] != members:
+                what = f"the optimizer's group {index}: other parameters were put into it"
+        if what:
+            raise TaskError(
+                f"{what}, and no checkpoint would say so; give it all groups in build_optimizer, "
+                "and set 'lr' to 0 for parameters that are to stay as they are"
+            )
 
     def values(self) -> list[dict[str, Any]]:
         """All values of the groups, for `changed`."""
@@ -193,7 +238,7 @@ class LearningRates:
             raise self._error
 
     def of(self, group: Mapping[str, Any]) -> float:
-        """The rate of a group in the step that has begun last."""
+        """The rate that a group had when the last step began."""
         index = next(i for i, one in enumerate(self._groups) if one is group)
         return float(self._rates[index])
 
@@ -249,9 +294,9 @@ class LearningRates:
             wrong = next((v for v in saved[key] if not _is_rate(v)), None)
             if wrong is not None:
                 return f"{key}: {shown(wrong)}: must be a finite number of at least 0"
-        for there, group in zip(saved["written"], self._groups, strict=True):
-            if not isinstance(there, dict) or not {*there} <= {*_options(group)}:
-                return f"written={shown(there)}: must be options of the group"
+        for there in saved["written"]:
+            if not isinstance(there, dict) or {*there} & _OWN:
+                return f"written={shown(there)}: must be options by name"
             for key, value in there.items():
                 try:
                     from_json(value, torch.device("cpu"))
@@ -285,11 +330,12 @@ class LearningRates:
 
 
 def _number(value: Any) -> Any:
-    return float(value) if isinstance(value, Tensor) else value
+    return float(value) if isinstance(value, (Tensor, np.generic)) else value
 
 
 def _is_rate(value: Any) -> bool:
     is_number = isinstance(value, (Real, Tensor)) and not isinstance(value, bool)
+    is_number = is_number and _both_scalar(value)
     return is_number and math.isfinite(_number(value)) and bool(_number(value) >= 0)
 
 
@@ -306,6 +352,29 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def _both_scalar(*values: Any) -> bool:
     return all(not isinstance(value, Tensor) or value.numel() == 1 for value in values)
+
+
+def noted(optimizers: Iterable[optim.Optimizer]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Groups of optimizers, and their values now."""
+    return [(g, _options(g) | {"lr": g["lr"]}) for o in optimizers for g in o.param_groups]
+
+
+def check_noted(before: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """Refuse values that microbatches have changed.
+
+    Args:
+        before: what `noted` gave.
+
+    Raises:
+        TaskError: naming one.
+    """
+    for group, values in before:
+        for key, value in values.items():
+            if key not in group or not _is_same(group[key], value):
+                raise TaskError(
+                    f"{key!r} of an optimizer's group was changed by Task.loss or Task.evaluate; "
+                    "change it in Task.after_step, or by Task.build_scheduler"
+                )
 
 
 def unequal_settings(everyone: Sequence[Mapping[str, Any]]) -> str:

@@ -7,19 +7,29 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lockstep.config.parsing import shown
-from lockstep.engine.optimizer.optimizer_state import from_json, to_json
+from lockstep.engine.optimizer.optimizer_state import DTYPES, dtype_name, from_json, to_json
 from lockstep.errors import CheckpointError, shared
+
+_MOST_ELEMENTS = 10_000
+"""Of a tensor or array that is kept as text."""
+
+
+def _is_small(value: Any) -> bool:
+    name = dtype_name(value.dtype) if isinstance(value, Tensor) else value.dtype.name
+    return bool(np.prod(value.shape) <= _MOST_ELEMENTS and name in DTYPES and name != "bfloat16")
 
 
 def encoded(value: Any) -> Any:
     """A scheduler's state as JSON.
 
-    Numbers, text, and lists, tuples, dicts and counters of these are kept. Of anything else, such
-    as functions, there is the type's name: the scheduler that is built anew has it.
+    Numbers, text, small arrays, and lists, tuples, dicts and counters of these are kept. Of
+    anything else, such as functions, there is the type's name: the scheduler that is built anew
+    has it.
     """
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": repr(value)}
@@ -27,6 +37,10 @@ def encoded(value: Any) -> Any:
         return value
     if isinstance(value, (list, tuple)):
         return {type(value).__name__: [encoded(v) for v in value]}
+    if isinstance(value, (Tensor, np.ndarray)) and value.ndim and _is_small(value):
+        is_tensor = isinstance(value, Tensor)
+        name = dtype_name(value.dtype) if isinstance(value, Tensor) else value.dtype.name
+        return {"tensor" if is_tensor else "array": name, "values": value.tolist()}
     if isinstance(value, deque):
         return {"deque": [encoded(v) for v in value], "most": value.maxlen}
     if isinstance(value, dict):
@@ -63,6 +77,11 @@ def decoded(saved: Any, own: Any) -> Any:
             return _pairs(pairs, own)
         case {"counter": list(pairs)}:
             return Counter(_pairs(pairs, own))
+        case {"tensor": str(dtype), "values": list(values)} if dtype in DTYPES:
+            device = own.device if isinstance(own, Tensor) else torch.device("cpu")
+            return torch.tensor(values, dtype=DTYPES[dtype], device=device)
+        case {"array": str(dtype), "values": list(values)} if dtype in DTYPES:
+            return np.array(values, dtype=dtype)
         case {"number": number}:
             return from_json(number, own.device if isinstance(own, Tensor) else torch.device("cpu"))
         case {"built": str(name)} if type(own).__qualname__ == name:

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lockstep.config import TrainConfig
 from lockstep.config.parsing import shown
 from lockstep.engine.audit.pass_state import is_check_due
-from lockstep.engine.audit.reachable import fingerprints
+from lockstep.engine.audit.reachable import fingerprints, optimizers_in
 from lockstep.engine.optimizer.choice import own_groups, parts_of, stepping_in
 from lockstep.engine.optimizer.optimizer_state import from_json, to_json
 from lockstep.engine.optimizer.scheduler_state import decoded, encoded
@@ -64,9 +64,9 @@ class Schedulers:
             optimizers: all optimizers by name.
         """
         self._by_name = dict(by_name)
-        self._groups = {
-            name: [*chain(*own_groups(stepping_in(optimizers[name])).values())] for name in by_name
-        }
+        # Of all optimizers: a scheduler may set rates of others than its own.
+        inner = [stepping_in(one) for one in optimizers.values()]
+        self._groups = [g for one in inner for g in chain(*own_groups(one).values())]
         self._counts = dict.fromkeys(by_name, 0)
         self.description = {
             f"scheduler {name}".rstrip(): _described(one) for name, one in by_name.items()
@@ -133,8 +133,9 @@ class Schedulers:
         for name, one in self._by_name.items():
             if one.interval != "evaluation":
                 continue
-            if isinstance(one.scheduler, ReduceLROnPlateau):
-                self._count(name, partial(one.scheduler.step, metrics[one.metric or watch]))
+            if one.metric or isinstance(one.scheduler, ReduceLROnPlateau):
+                step: Callable[..., None] = one.scheduler.step
+                self._count(name, partial(step, metrics[one.metric or watch]))
             else:
                 self._count(name, one.scheduler.step)
 
@@ -177,11 +178,12 @@ class Schedulers:
         count, one = self._counts[name], self._by_name[name]
         if count % one.frequency == 0:
             due = is_check_due(count // one.frequency)
-            (self._step_twice if due else _step_once)(name, step)
+            _stepped(one, partial(self._step_twice if due else _step_once, name, step))
 
     def _step_twice(self, name: str, step: Callable[[], None]) -> None:
         """Step, go back by `load_state_dict`, and step again: it must come to the same."""
-        scheduler, groups = self._by_name[name].scheduler, self._groups[name]
+        scheduler, groups = self._by_name[name].scheduler, self._groups
+        versions = self._versions()
         before = encoded(scheduler.state_dict())
         values, hidden = [_options(group) for group in groups], _hidden(scheduler)
         step()
@@ -191,17 +193,40 @@ class Schedulers:
             _restore_options(group, options)
         step()
         again = encoded(scheduler.state_dict()), [_options(group) for group in groups]
+        kind = _kind(self._by_name[name])
         if _text(after) != _text(again) or _hidden(scheduler) != hidden:
             raise TaskError(
-                f"build_scheduler: {_kind(self._by_name[name])} comes to something else when its "
-                "state is loaded again and the same step is done, so a resumed run would have "
-                "other learning rates; keep what it counts in its attributes, and let its "
-                "functions depend on their argument alone"
+                f"build_scheduler: {kind} comes to something else when its state is loaded again "
+                "and the same step is done, so a resumed run would have other learning rates; keep "
+                "what it counts in attributes that are numbers, text, arrays, or lists and dicts "
+                "of these, and let its functions depend on their argument alone"
             )
+        if self._versions() != versions:
+            raise TaskError(
+                f"build_scheduler: {kind} changes parameters; do that in Task.after_step"
+            )
+
+    def _versions(self) -> list[int]:
+        return [p._version for group in self._groups for p in group["params"]]
 
 
 def _step_once(name: str, step: Callable[[], None]) -> None:
     step()
+
+
+def _stepped(one: Scheduler, step: Callable[[], None]) -> None:
+    """Step, and say of an error of torch's own classes what it means.
+
+    Raises:
+        TaskError: the scheduler refuses to be stepped.
+    """
+    try:
+        step()
+    except ValueError as error:
+        if not type(one.scheduler).__module__.startswith("torch.optim."):
+            raise
+        text = " ".join(str(error).split())
+        raise TaskError(f"build_scheduler: {_kind(one)} cannot be stepped: {text}") from None
 
 
 def build_schedulers(task: Task, optimizer: optim.Optimizer, config: TrainConfig) -> Schedulers:
@@ -232,7 +257,8 @@ def build_schedulers(task: Task, optimizer: optim.Optimizer, config: TrainConfig
             f"{config.schedule.warmup_steps}: {where} sets the learning rates; set constant and 0"
         )
     schedulers = {
-        name: _checked(where, one, parts) for name, one in _by_name(where, made, parts).items()
+        name: _checked(where, name, one, parts)
+        for name, one in _by_name(where, made, parts).items()
     }
     for name in schedulers:
         # They are stepped by the engine, after each step; torch need not watch the order.
@@ -253,10 +279,16 @@ def _by_name(where: str, made: Any, parts: Mapping[str, optim.Optimizer]) -> dic
         return dict(made)
     scheduler = made.scheduler if isinstance(made, Scheduler) else made
     owner = getattr(scheduler, "optimizer", None)
-    return {next((name for name, one in parts.items() if one is owner), next(iter(parts))): made}
+    names = [name for name, one in parts.items() if _has(one, owner)]
+    return {names[0] if names else next(iter(parts)): made}
 
 
-def _checked(where: str, made: Any, parts: Mapping[str, optim.Optimizer]) -> Scheduler:
+def _has(part: optim.Optimizer, owner: object) -> bool:
+    """Whether a scheduler's optimizer is this one, or one inside of it."""
+    return any(owner is inner for inner in optimizers_in(part).values())
+
+
+def _checked(where: str, name: str, made: Any, parts: Mapping[str, optim.Optimizer]) -> Scheduler:
     """What a task returned for one optimizer, if that can be stepped.
 
     Raises:
@@ -269,10 +301,15 @@ def _checked(where: str, made: Any, parts: Mapping[str, optim.Optimizer]) -> Sch
             f"{where}: must return a scheduler of torch.optim.lr_scheduler, lockstep.Scheduler, or "
             f"these by the names of optimizers; returned a {kind}"
         )
-    if not any(one.scheduler.optimizer is part for part in parts.values()):
+    if not _has(parts[name], one.scheduler.optimizer):
+        others = [repr(n) for n, part in parts.items() if _has(part, one.scheduler.optimizer)]
+        what = (
+            f"the optimizer of {others[0]}" if others else "an optimizer that the run does not step"
+        )
+        named = f"of {name!r} " if name else ""
         raise TaskError(
-            f"{where}: {kind} schedules a {type(one.scheduler.optimizer).__name__} over parameters "
-            "that the run does not step; build it over the optimizer that it is given"
+            f"{where}: the {kind} {named}is built over {what}; build it over the one that it is "
+            "given"
         )
     if isinstance(one.scheduler, ReduceLROnPlateau):
         if not isinstance(made, Scheduler):
@@ -282,9 +319,12 @@ def _checked(where: str, made: Any, parts: Mapping[str, optim.Optimizer]) -> Sch
                 f"{where}: {kind} goes by a metric of evaluations, so its interval is "
                 f"'evaluation', not {one.interval!r}"
             )
-    elif one.metric:
+    elif one.metric and (
+        one.interval != "evaluation" or type(one.scheduler).__module__.startswith("torch.optim.")
+    ):
         raise TaskError(
-            f"{where}: {kind} goes by no metric, so metric={one.metric!r} has no use; leave it out"
+            f"{where}: {kind} goes by no metric at interval={one.interval!r}, so "
+            f"metric={one.metric!r} has no use; leave it out"
         )
     if one.interval not in _INTERVALS:
         raise TaskError(f"{where}: interval={one.interval!r}: must be one of {[*_INTERVALS]}")

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lockstep.config import TrainConfig
 from lockstep.engine.audit.hidden_state import hidden_state
 from lockstep.engine.carry.carries import Carry
-from lockstep.engine.optimizer.choice import check_optimizer, default_optimizer
+from lockstep.engine.optimizer.choice import check_optimizer, default_optimizer, has_modes
 from lockstep.engine.optimizer.optimizer_state import home_of
 from lockstep.engine.passes.loss_checks import norm_overflows
 from lockstep.engine.task import Loss, Number, Task
@@ -342,5 +342,10 @@ def _inner_optimizer(task: Task, model: nn.Module, config: TrainConfig) -> optim
         raise TaskError(
             "build_optimizer: returns several optimizers, and a worker has one; return one, or set "
             "local.steps=1"
+        )
+    if has_modes(own):
+        raise TaskError(
+            f"build_optimizer: {type(own).__name__} has modes (train, eval), and each worker would "
+            "average parameters of its own; return another optimizer, or set local.steps=1"
         )
     return check_optimizer(own, model, config)

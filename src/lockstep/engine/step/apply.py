@@ -88,8 +88,8 @@ class Apply:
         # Before the gather, which may leave arbitrary values here if it is interrupted.
         workspace.keep_aside()
         inner = self._local.optimizer.param_groups[0] if self._local else None
-        lr = self._rates.of(inner or self._flat_optimizer.first_group(phase))
         self._rates.applied()
+        lr = self._rates.of(inner or self._flat_optimizer.first_group(phase))
         # Set last: from here on this rank counts as one that has applied the step.
         summed.result = StepResult(
             summed.scalars,

@@ -147,7 +147,8 @@ def built(
     optimizer = compute.phases.optimizer(task.build_optimizer(model))
     if optimizer is None:
         optimizer = default_optimizer(model, config)
-    checked = check_optimizer(optimizer, model, config)
+    is_scheduled = type(task).build_scheduler is not Task.build_scheduler
+    checked = check_optimizer(optimizer, model, config, is_scheduled)
     _check_closure_fits(task, model, checked)
     return model, compute, checked
 

@@ -19,6 +19,7 @@ from lockstep.comm.transport import GroupBroken
 from lockstep.config import TrainConfig
 from lockstep.engine.audit.constants import Constants
 from lockstep.engine.audit.pass_state import PassState
+from lockstep.engine.audit.reachable import optimizers_in
 from lockstep.engine.carry.distributed_carries import distributed_carries
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.optimizer.choice import needs_closure
@@ -136,7 +137,13 @@ class TrainStep:
         if self._local is not None:
             scheduled, fixed = self._local.optimizer.param_groups, scheduled
         self.rates = LearningRates(
-            scheduled, fixed, self.schedule.factors, schedulers, task_state.may_change_optimizer
+            scheduled,
+            fixed,
+            self.schedule.factors,
+            schedulers,
+            task_state.may_change_optimizer,
+            [*optimizers_in(optimizer).values(), *([self._local.optimizer] if self._local else [])],
+            is_replicated=not self.flat_optimizer.elementwise,
         )
         self.flat_optimizer.leave_out(self.rates.written[-len(self.flat_optimizer.groups) :])
         self._again: Reevaluation | None = None
@@ -327,6 +334,7 @@ class TrainStep:
         if is_reset:
             self.flat_optimizer.own(self.workspace.stepped)
         self.flat_optimizer.bind(self.workspace.stepped)
+        self.rates.note_groups()
         self.parameters.close()
 
     def move(self) -> None:
@@ -342,6 +350,7 @@ class TrainStep:
         self._apply.summed = None
         self.workspace = self._lay_out(self.placement.mesh.microbatches)
         self.flat_optimizer.move(self.flat, self.workspace.stepped)
+        self.rates.note_groups()
 
     def _lay_out(self, ranges: Sequence[Assigned]) -> Workspace:
         workspace = Workspace(
