@@ -33,9 +33,9 @@ class ClipConfig(ls.TrainConfig):
 
     batch_size: int = 200
     num_microbatches: int = 8
-    epochs: int = 12
+    epochs: int = 10
     lr: float = 3e-3
-    eval_every: int = 28
+    eval_every: int = 35
     eval_batch_size: int = 200
 
 

@@ -110,6 +110,8 @@ def test_a_second_forward_pass_changes_nothing(tmp_path: Path) -> None:
     kept = train(Normed, tmp_path / "kept", clip_norm=0.5)
     again = train(Normed, tmp_path / "again", clip_norm=0.5, batch_loss={"recompute": True})
     assert again.params_sha256 == kept.params_sha256
+    layers = train(Normed, tmp_path / "layers", clip_norm=0.5, activation_checkpointing=("0", "2"))
+    assert layers.params_sha256 == kept.params_sha256
     assert again.metrics["val/loss"] == kept.metrics["val/loss"]
     assert int(kept.model[1].num_batches_tracked) == 9
     # Weighted by samples: one microbatch has the statistics of the whole batch.
@@ -253,6 +255,20 @@ class LossOnly(Nothing):
 class Both(Contrast):
     def loss(self, model: Any, batch: Any) -> ls.Loss:
         return super().loss(model, batch)
+
+
+class Helper(Nothing):
+    """Has a method of its own that is called `outputs`."""
+
+    def outputs(self, images: Any) -> Any:  # type: ignore[override]
+        return images
+
+    def loss(self, model: Any, batch: Any) -> ls.Loss:
+        return ls.Loss(model(self.outputs(batch[0])).square().sum(), len(batch[0]))
+
+
+def test_a_method_of_that_name_beside_a_loss_is_the_tasks_own(tmp_path: Path) -> None:
+    assert train(Helper, tmp_path, steps=1).step == 1
 
 
 class InPhases(Contrast):

@@ -137,7 +137,8 @@ def _check_batch_loss(task: Task, has_phases: bool) -> bool:
         TaskError: it lacks a part of one, or has another loss too.
     """
     kind, has_outputs = type(task), type(task).outputs is not Task.outputs
-    if not has_outputs and not has_batch_loss(task):
+    is_without = has_phases or kind.loss is not Task.loss  # and `outputs` a method of its own
+    if not has_batch_loss(task) and (is_without or not has_outputs):
         return False
     for name, is_there, takes in (
         ("outputs", has_outputs, "(model, batch) and returns tensors with a row for each sample"),

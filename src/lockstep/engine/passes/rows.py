@@ -7,7 +7,9 @@ the microbatches, whichever ranks have computed them, so every rank gets the sam
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -150,7 +152,7 @@ class RowLayout:
             for part, other in zip(parts, self._others, strict=True)
         ]
         noted = _Reads([copy for copy in copies if isinstance(copy, Tensor)])
-        with noted:
+        with _without_compiler(), noted:
             call(
                 tree_unflatten([plain(t) for t in leaves], self._outputs),
                 tree_unflatten(copies, self._batch),
@@ -209,6 +211,13 @@ class RowLayout:
 
 def _has_rows(value: Any, num_rows: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and len(value) == num_rows
+
+
+def _without_compiler() -> AbstractContextManager[object]:
+    """Has compiled functions run as they were written, whose calls of torch can be noted."""
+    # The compiler is there if anything was compiled; else its import would take seconds.
+    is_there = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if is_there else nullcontext()
 
 
 class _Reads(TorchFunctionMode):
