@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -241,7 +242,8 @@ def test_the_third_epoch_of_ten_million_samples_is_resumed_at_once(kind: type[Pa
     step, is_endless = 46_000, kind is OfDataset
     state = [{"at": [count]}, None] if is_endless else [None, {"position": count}]
     start = 6_800_000 if is_endless else 0
-    place = Place(1, 2, start, 2_400_000, 1, count, json.dumps(state))
+    nothing = hashlib.sha256().hexdigest()
+    place = Place(1, 2, start, 2_400_000, 1, count, json.dumps(state), count, nothing)
     assert not rank.parts.problem(place)
     dataset.made[0], began = 0, time.perf_counter()
     rank.set_places([asdict(place)])
@@ -290,6 +292,27 @@ def test_a_state_of_no_use_is_named_and_samples_are_counted(state: Any, why: str
     again = loader(kind(LENGTHS))
     again.set_places(rank.places(STEPS - 1))
     assert everything(again, first=STEPS - 1) == expected[-MICROBATCHES:]
+
+
+class Late(OfDataset):
+    """Forgets a sample, but not at the beginning."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["at"][0] - (state["at"][0] > 50)
+
+
+def test_a_state_that_is_false_later_on_is_found_when_it_is_used() -> None:
+    lengths = (150,) * 6
+    rank = loader(Late(lengths), lengths, batch_size=90)
+    assert not rank.remarks
+    expected = list(rank.stream(ALL, 0, 5))
+    for step in (1, 2, 3, 4):
+        begun = loader(Late(lengths), lengths, batch_size=90)
+        list(begun.stream(ALL, 0, step))
+        again = loader(Late(lengths), lengths, batch_size=90)
+        again.set_places(begun.places(step))
+        assert {place["state"] is None for place in begun.places(step)} == {step == 1}
+        assert list(again.stream(ALL, step, 5)) == expected[MICROBATCHES * step :]
 
 
 def digests(dataset: Any, count: int) -> None:

@@ -116,7 +116,7 @@ def test_ranks_that_survive_a_loss_go_on_in_the_middle_of_a_batch(lockstep, tmp_
 def test_parts_of_a_stream_are_read_by_the_ranks_of_their_microbatches(lockstep, tmp_path, alone):
     """A rank reads as much as it computes, beside the beginnings that are tried at the start."""
     (tmp_path / "reads").mkdir()
-    keys = (*KEYS, "data.stream_shards=8", "steps=121", "stop_at_step=120")
+    keys = (*KEYS, "data.stream_shards=8", "steps=121", "stop_at_step=120", "balance_every=0")
     read = {"READS": tmp_path / "reads"}
     done = lockstep("train", f"{SCRIPT}:InParts", "-n", "3", "--run-dir", "run", *keys, **read)
     assert done.returncode == 0, done.stderr

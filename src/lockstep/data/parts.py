@@ -37,7 +37,9 @@ class Place:
         position: number of samples of the pass before this place.
         part: which of the microbatch's parts is read, from 0; their number at the end of a pass.
         count: number of samples of that part before this place.
-        state: JSON of `Pass.state` of that part; None where samples are counted only.
+        state: JSON of `Pass.state` of that part, some samples earlier; None where they are counted.
+        state_count: number of samples of the part before that state.
+        digest: SHA-256 of the samples from there to this place, by which the state is checked.
     """
 
     microbatch: int
@@ -47,6 +49,8 @@ class Place:
     part: int = 0
     count: int = 0
     state: str | None = None
+    state_count: int = 0
+    digest: str = ""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -152,7 +156,8 @@ class StreamParts:
         if is_real and place.state is not None:
             try:
                 states = parse_json(place.state)
-                is_real = place.count > 0 and isinstance(states, list) and len(states) == 2
+                is_real = 0 < place.state_count <= place.count
+                is_real = is_real and isinstance(states, list) and len(states) == 2
             except ValueError:
                 is_real = False
         return "" if is_real else shown(place)

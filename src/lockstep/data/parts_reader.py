@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 
 from lockstep.data.parts import Place, StreamParts
 from lockstep.data.passes import Pass, ShuffledPass
-from lockstep.data.random import Stream, random_key
+from lockstep.data.random import Stream, data_digest, random_key
 from lockstep.errors import DataError
 from lockstep.parallel.layout import Range
 
@@ -34,10 +35,12 @@ class PartsPass:
         self.position = place.position
         self._number = place.part
         self._pass: Pass | None = None
+        self._last = place
+        self._state: str | None = None
+        self._state_count = 0
+        self._digest = hashlib.sha256()
         if place.count:
-            index = self._indices[self._number]
-            self._pass = parts.open(index, place.epoch, place.count, place.state)
-            self._pass.skip(place.count - self._pass.position)
+            self._pass = self._reopened(place)
 
     def __iter__(self) -> PartsPass:
         return self
@@ -51,6 +54,8 @@ class PartsPass:
                 continue
             for sample in present:
                 self.position += 1
+                if self._state is not None:
+                    self._digest.update(data_digest(sample).encode())
                 return sample
             self._end_part()
         raise StopIteration
@@ -58,6 +63,7 @@ class PartsPass:
     def skip(self, count: int) -> int:
         """Skip samples, whole parts of known lengths unread; returns how many there were."""
         left = count
+        self._state = None  # the samples after it are not known
         while left and self._number < len(self._indices):
             present, length = self._present(), self._length()
             if length is not None and length - present.position <= left:
@@ -72,14 +78,30 @@ class PartsPass:
         return count - left
 
     def place(self) -> Place:
-        """The present place."""
-        count, state = 0, None
-        if self._pass is not None and self._pass.position:
-            count = self._pass.position
-            state = self._pass.state() if self._parts.keep_states else None
-        return replace(
-            self._begin, position=self.position, part=self._number, count=count, state=state
-        )
+        """The present place, with the state at the last place that was asked for.
+
+        A state may be false, as where a buffer is not in it. So it is used only if it leads to the
+        samples that came after it.
+        """
+        count = self._pass.position if self._pass is not None else 0
+        last = self._last
+        if (self._number, count) == (last.part, last.count) and self.position == last.position:
+            return last
+        self._last = replace(
+            self._begin, position=self.position, part=self._number, count=count,
+            state=None, state_count=0, digest="",
+        )  # fmt: skip
+        if self._state is not None and count:
+            self._last = replace(
+                self._last,
+                state=self._state,
+                state_count=self._state_count,
+                digest=self._digest.hexdigest(),
+            )
+        self._state = None
+        if self._pass is not None and count and self._parts.keep_states:
+            self._note_state(self._pass.state(), count)
+        return self._last
 
     def check_end(self) -> None:
         """Check that a part that has been read to its known length has no more samples.
@@ -98,6 +120,26 @@ class PartsPass:
         """End the pass."""
         if self._pass is not None:
             self._pass.close()
+
+    def _note_state(self, state: str | None, count: int) -> None:
+        self._state, self._state_count, self._digest = state, count, hashlib.sha256()
+
+    def _reopened(self, place: Place) -> Pass:
+        """The pass over the present part, at a place; by its state if that leads there."""
+        index = self._indices[self._number]
+        if place.state is not None and self._parts.keep_states:
+            one = self._parts.open(index, self.epoch, place.state_count, place.state)
+            self._note_state(place.state, place.state_count)
+            for _, sample in zip(range(place.count - place.state_count), one, strict=False):
+                self._digest.update(data_digest(sample).encode())
+            if self._digest.hexdigest() == place.digest:
+                return one
+            one.close()
+            self._parts.keep_states = False
+            self._state = None
+        one = self._parts.open(index, self.epoch)
+        one.skip(place.count)
+        return one
 
     def _present(self) -> Pass:
         """The pass over the present part."""
@@ -121,7 +163,7 @@ class PartsPass:
 
     def _leave(self) -> None:
         self.close()
-        self._pass = None
+        self._pass = self._state = None
         self._number += 1
 
     def _length(self) -> int | None:
