@@ -178,7 +178,7 @@ def test_what_does_not_go_together_is_refused(here, more, said):
         ("carry_tasks.py:Read", "local.steps=2: Read has a carry, and a worker carries"),
         ("carry_tasks.py:Read num_shards=2", "local.steps=2: Read has layers in shards (num_shar"),
         ("table_tasks.py:Look", "local.steps=2: Look has a SparseEmbedding, whose rows"),
-        ("table_tasks.py:InBlocks", "local.steps=2: InBlocks has a lockstep.nn.Pipeline, whose"),
+        ("table_tasks.py:InBlocks", "local.steps=2: InBlocks has blocks (a lockstep.nn.Pipeline,"),
         ("../../examples/gan.py", "local.steps=2: Gan has phases, and a worker has one"),
     ],
 )

@@ -211,7 +211,7 @@ def _check_local_steps_fit(task: Task, model: nn.Module, config: TrainConfig) ->
         return
     kind, has = type(task).__name__, ""
     if row_of(model) is not None:
-        has = "a lockstep.nn.Pipeline, stages or units, whose blocks are called one by one"
+        has = "blocks (a lockstep.nn.Pipeline, stages or units), which are called one by one"
     elif shards_of(model):
         has = f"layers in shards (num_shards={config.num_shards}), and a worker steps whole ones"
     elif tables_of(model):
