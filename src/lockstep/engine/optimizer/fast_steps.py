@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from lockstep.engine.optimizer.choice import is_step_replaced
+from lockstep.engine.optimizer.choice import is_step_replaced, takes_closure
 from lockstep.engine.optimizer.optimizer_state import are_tensors, is_savable, to_json
 from lockstep.errors import CheckpointError, TaskError, shared
 from lockstep.parallel.layout import Range
@@ -201,13 +201,36 @@ def step(optimizer: optim.Optimizer) -> None:
     the compiler.
     """
     kind = type(optimizer)
-    if not kind.__module__.startswith("torch.optim.") or _is_watched(optimizer):
+    if not kind.__module__.startswith("torch.optim."):
+        _step_foreign(optimizer)
+        return
+    if _is_watched(optimizer):
         optimizer.step()
         return
     plain = _unwrapped(kind.step)
     with torch.no_grad():
         if plain.__code__.co_filename != _ADAM or not _step_fused(optimizer):
             plain(optimizer)
+
+
+def _step_foreign(optimizer: optim.Optimizer) -> None:
+    """Step an optimizer of another package, which may want a closure that it was not given.
+
+    Raises:
+        TaskError: it seems to.
+    """
+    try:
+        optimizer.step()
+    except (AssertionError, TypeError) as error:
+        if not takes_closure(optimizer):
+            raise
+        name = type(optimizer).__name__
+        raise shared(
+            TaskError(
+                f"build_optimizer: {name}.step raised {type(error).__name__}: {error}. If it "
+                f"evaluates the loss again, say `needs_closure = True` in {name}"
+            )
+        ) from error
 
 
 @lru_cache(maxsize=64)

@@ -26,7 +26,6 @@ from lockstep.engine.optimizer.choice import (
     own_groups,
     parts_of,
     stepping_in,
-    takes_closure,
 )
 from lockstep.engine.optimizer.fast_steps import FlatState, Keepers, Stepped
 from lockstep.engine.optimizer.optimizer_state import (
@@ -39,7 +38,7 @@ from lockstep.engine.optimizer.optimizer_state import (
     home_of,
     to_json,
 )
-from lockstep.errors import ConfigError, TaskError, shared
+from lockstep.errors import ConfigError, TaskError
 from lockstep.parallel.layout import Range, is_in, within
 
 _TRAINED = "trained"
@@ -231,8 +230,6 @@ class FlatOptimizer:
         outside = self._outside(optimizer)
         if closure is not None:
             optimizer.step(closure)
-        elif may_draw(optimizer):
-            self._step_foreign(optimizer)
         else:
             fast_steps.step(optimizer)
         if outside and (now := self._outside(optimizer)) != outside:
@@ -269,21 +266,6 @@ class FlatOptimizer:
                 flat.copy_(before)
             self.load_state(state)
             raise
-
-    def _step_foreign(self, optimizer: optim.Optimizer) -> None:
-        """Step an optimizer of another package, which may want a closure that it was not given."""
-        try:
-            fast_steps.step(optimizer)
-        except (AssertionError, TypeError) as error:
-            if not takes_closure(optimizer):
-                raise
-            name = type(optimizer).__name__
-            raise shared(
-                TaskError(
-                    f"build_optimizer: {name}.step raised {type(error).__name__}: {error}. If it "
-                    f"evaluates the loss again, say `needs_closure = True` in {name}"
-                )
-            ) from error
 
     def _outside(self, optimizer: optim.Optimizer) -> dict[str, str]:
         """State of an optimizer's code beside its object, in some steps: globals and closures."""
