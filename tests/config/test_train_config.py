@@ -25,6 +25,7 @@ from lockstep.config import (
 from lockstep.errors import ConfigError, LockstepError
 
 NO_OUTCOME = {
+    "batch_loss.recompute",
     "carry.buddy",
     "compression.buddy",
     "tables.buddy",

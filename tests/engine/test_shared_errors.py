@@ -50,7 +50,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
         def fail(*_: Any) -> None:
             raise error
 
-        monkeypatch.setattr(rank, "_run", fail)
+        monkeypatch.setattr(rank, "_steps", fail)
         monkeypatch.setattr(rank, "open_transport", lambda *_: transport)
         with pytest.raises((LockstepError, Aborted)) as caught:
             rank.run(Nothing(), TrainConfig(), Session())

@@ -77,7 +77,7 @@ def test_replicas_are_balanced_and_what_is_said_is_of_ranks():
     """Of five ranks, two replicas of two and a spare; the second replica is slow."""
     mesh = Mesh.of(8, 5, tp=2)
     step = SimpleNamespace(carries=None, assign=lambda ranges, state: assigned.append(ranges))
-    loader = SimpleNamespace(stream=lambda *_: (_ for _ in ()))
+    loader = SimpleNamespace(stream=lambda *_: (_ for _ in ()), has_places=False)
     parts = SimpleNamespace(
         placement=SimpleNamespace(mesh=mesh), train_step=step, loader=loader, total_steps=9
     )
