@@ -37,8 +37,12 @@ def test_short_and_long_help(here, command):
 @pytest.mark.parametrize(
     ("closed", "num_ranks"),
     [
-        *((closed, 1) for closed in ("<&-", ">&-", "<&- >&- 2>&-")),
-        *(pytest.param(closed, 2, marks=pytest.mark.slow) for closed in ("<&-", ">&-")),
+        ("<&- >&- 2>&-", 1),
+        *(
+            pytest.param(closed, num, marks=pytest.mark.slow)
+            for closed in ("<&-", ">&-")
+            for num in (1, 2)
+        ),
         ("<&- >&- 2>&-", 2),
     ],
 )

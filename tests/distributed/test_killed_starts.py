@@ -13,7 +13,14 @@ from lockstep.launching.api.rank import _assembled
 TASK = f"{Path(__file__).with_name('state_tasks.py')}:DiesAtStart"
 
 
-@pytest.mark.parametrize(("launcher", "rank"), [("local", 0), ("local", 1), ("mpi", 1)])
+@pytest.mark.parametrize(
+    ("launcher", "rank"),
+    [
+        ("local", 0),
+        ("mpi", 1),
+        pytest.param("local", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_are_started_again_where_too_few_are_left_to_fill_a_replica(
     lockstep, tmp_path, launcher, rank
 ):

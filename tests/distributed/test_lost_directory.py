@@ -19,7 +19,7 @@ LAUNCHERS = {
     ("launcher", "how"),
     [
         ("local", "deleted"),
-        ("mpi", "moved"),
+        pytest.param("mpi", "moved", marks=pytest.mark.slow),
         pytest.param("python", "replaced", marks=pytest.mark.slow),
         pytest.param("torchrun", "deleted", marks=pytest.mark.slow),
     ],
