@@ -10,9 +10,10 @@ from transformers import ViTConfig, ViTForImageClassification, default_data_coll
 import lockstep as ls
 
 MODEL = ViTConfig(
-    image_size=8, patch_size=2, num_channels=1, num_labels=10, hidden_size=32,
+    image_size=8, patch_size=2, num_channels=1, hidden_size=32,
     num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
 )  # fmt: skip
+MODEL.num_labels = 10
 images, digits = map(torch.tensor, load_digits(return_X_y=True))
 rows = datasets.Dataset.from_dict(
     {"pixel_values": (images.float() / 16).view(-1, 1, 8, 8).numpy(), "labels": digits.numpy()}

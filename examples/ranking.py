@@ -17,15 +17,14 @@ class Ranking(ls.Task):
         return nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 1))
 
     def dataset(self, split: str) -> TensorDataset:
-        measured, progress = load_diabetes(return_X_y=True)
+        measured, progress = map(torch.tensor, load_diabetes(return_X_y=True))
         rows = {"train": slice(0, 300), "val": slice(300, 370), "test": slice(370, None)}[split]
         columns = measured[rows] / measured[:300].std(0)
-        return TensorDataset(
-            *(torch.tensor(c, dtype=torch.float32) for c in (columns, progress[rows]))
-        )
+        return TensorDataset(columns.float(), progress[rows].float())
 
     def outputs(self, model: nn.Module, batch: Patients) -> Tensor:
-        return model(batch[0]).squeeze(1)
+        scores: Tensor = model(batch[0]).squeeze(1)
+        return scores
 
     def batch_loss(self, outputs: Tensor, batch: Patients) -> ls.Loss:
         """The loss of RankNet, over all pairs of the batch whose order is known."""
