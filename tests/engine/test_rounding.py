@@ -54,3 +54,13 @@ def test_going_on_where_floating_point_rounds_otherwise_is_said(
     assert ended.returncode == 0, ended.stderr
     assert "warning: run/checkpoints/step_00000002: was computed on another" in ended.stdout
     assert "MKL_CBWR=COMPATIBLE" in ended.stdout
+
+
+def test_another_default_dtype_makes_no_difference() -> None:
+    expected = rounding_of("fp32", torch.device("cpu")).digest
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert rounding_of("fp32", torch.device("cpu")).digest == expected
+    finally:
+        torch.set_default_dtype(before)

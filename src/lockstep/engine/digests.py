@@ -158,7 +158,7 @@ def _computed(device: torch.device) -> Iterator[Tensor]:
 
 
 def _recurrent(x: Tensor) -> Tensor:
-    cell = nn.LSTM(12, 20, batch_first=True)
+    cell = nn.LSTM(12, 20, batch_first=True, dtype=x.dtype)  # tasks may set another default
     with torch.no_grad():
         for parameter in cell.parameters():
             parameter.copy_(_values(x.device, *parameter.shape))

@@ -655,3 +655,16 @@ def test_a_rank_that_ends_before_all_have_met(tmp_path: Path, end: str, expected
     outcome, _, _ = run(ranks_of("local", code(MEETING.format(end=end))), tmp_path)
     assert (outcome.exit_code, outcome.met) == (expected, False)
     assert "rank 1 ended (exit code" in outcome.stderr_tail
+
+
+def test_a_launcher_that_fails_by_itself_before_any_rank_is_started_again(tmp_path: Path) -> None:
+    text = (
+        "import pathlib, sys\n"
+        f"flag = pathlib.Path({str(tmp_path / 'flag')!r})\n"
+        "if not flag.exists():\n"
+        "    flag.touch()\n"
+        '    sys.exit("The PMIx server\'s listener thread failed to start. We cannot")\n'
+        "print('started')\n"
+    )
+    outcome, lines, _ = run(ranks_of("python", code(text)), tmp_path)
+    assert (outcome.exit_code, lines) == (0, ["started"])

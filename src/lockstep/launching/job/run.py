@@ -113,6 +113,10 @@ class Outcome:
     met: bool
 
 
+_NEVER_STARTED = "The PMIx server's listener thread failed to start"
+"""What mpirun says when it could not begin."""
+
+
 def run_ranks(
     command: RankCommand,
     env: Mapping[str, str],
@@ -142,6 +146,25 @@ def run_ranks(
         LockstepError: the system does not start the command.
         RunDirectoryError: the run directory cannot be used.
     """
+    once = functools.partial(
+        _run_once, command, env, run_dir, on_row=on_row, on_line=on_line, on_notice=on_notice
+    )
+    outcome = once()
+    if _NEVER_STARTED in outcome.stderr_tail and not outcome.met and outcome.stopped_by is None:
+        outcome = once()  # mpirun itself had failed, now and then for no reason, before any rank
+    return outcome
+
+
+def _run_once(
+    command: RankCommand,
+    env: Mapping[str, str],
+    run_dir: Path,
+    *,
+    on_row: Callable[[Row], None],
+    on_line: Callable[[str], None],
+    on_notice: Callable[[str], None],
+) -> Outcome:
+    """As `run_ranks`, without another try."""
     log, events = run_dir / LOG_NAME, run_dir / "events.jsonl"
     # Signals first: who sees the log may send some.
     with _received_signals() as received, _opened(log) as stderr, _stop_file() as stop_file:
