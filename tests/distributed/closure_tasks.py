@@ -1,5 +1,8 @@
 """Tasks whose optimizers evaluate the loss again, have modes, or are scheduled."""
 
+import os
+import signal
+
 import torch
 from tasks import Everything
 from torch import nn
@@ -87,6 +90,26 @@ class Cycled(Everything):
     def after_step(self, model, step):
         if step == 3:
             self.optimizer.param_groups[0]["weight_decay"] = 0.3
+
+
+class DiesLast(ls.Hook):
+    """Ends the second process when the run has ended in its last step, once."""
+
+    def on_end(self, run, status, reason):
+        flag = run.run_dir / "died"
+        if (
+            os.environ.get("DIE_LAST") == os.environ.get("LOCKSTEP_LOCAL_RANK", "")
+            and not flag.exists()
+        ):
+            flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class FreeToTheEnd(Free):
+    """Loses a rank after its parameters have been summed up."""
+
+    def hooks(self):
+        return [DiesLast()]
 
 
 class Gan(ls.Task):

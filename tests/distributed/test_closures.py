@@ -99,3 +99,15 @@ def test_what_does_not_go_together_is_refused(here, tmp_path, task, keys, said):
     ended = here("train", f"{TASKS}:{task}", "--run-dir", str(tmp_path / "run"), *CONFIG, *keys)
     assert ended.returncode == 2
     assert said in ended.stderr
+
+
+def test_a_loss_after_the_last_step_leaves_the_parameters_that_are_kept(lockstep, alone, tmp_path):
+    ended = lockstep(
+        "train", f"{TASKS}:FreeToTheEnd", "-n", 2, "--launcher", "local", "--run-dir",
+        tmp_path / "run", *CONFIG, timeout=100, DIE_LAST="1",
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert (tmp_path / "run" / "died").exists()
+    same(tmp_path / "run", alone("Free"))
+    lost = [e for e in read_events(tmp_path / "run" / "events.jsonl") if e["event"] == "RankLost"]
+    assert len(lost) == 1

@@ -27,7 +27,8 @@ from lockstep.engine.evaluation.batches import (
 from lockstep.engine.evaluation.evaluation import Evaluation
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.hook import Hook
-from lockstep.engine.optimizer.learning_rates import check_noted, noted
+from lockstep.engine.optimizer.learning_rates import first_change, values_of
+from lockstep.engine.optimizer.schedulers import build_schedulers
 from lockstep.engine.passes.batch_loss import check_batch_loss_fits
 from lockstep.engine.passes.buffers import ForwardState
 from lockstep.engine.passes.compute import Compute
@@ -38,12 +39,7 @@ from lockstep.engine.run.progress import check_watched
 from lockstep.engine.runtime import Runtime, everywhere
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.step.memory import check_memory
-from lockstep.engine.step.model import (
-    attached_schedulers,
-    build_model,
-    built,
-    trainable_groups,
-)
+from lockstep.engine.step.model import build_model, built, trainable_groups
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.engine.tables.run_tables import check_tables_fit
 from lockstep.engine.task import Task, has_carry
@@ -122,7 +118,8 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         on_all(lambda: _check_carry_fits(task, config))
     on_all(lambda: check_batch_loss_fits(task, config))
     model, compute, optimizer = on_all(lambda: built(task, config, runtime.device))
-    schedulers = on_all(lambda: attached_schedulers(task, compute, optimizer, config))
+    local = compute.local.optimizer if compute.local else None
+    schedulers = on_all(lambda: build_schedulers(task, local or optimizer, config))
     sizes = {"mesh.pp": config.mesh.pp, "mesh.tp": config.mesh.tp}
     on_all(lambda: check_tables_fit(compute.lookups.tables, sizes))
     check_start(transport, model)
@@ -150,15 +147,16 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         facts[f"number of samples of {name}"] = there.num_samples
     check_same(transport, facts)
     on_all(lambda: check_judged(config, splits))
-    inner = [compute.local.optimizer] if compute.local else []
-    groups = noted([*optimizers_in(optimizer).values(), *inner])
+    stepping = [*optimizers_in(optimizer).values(), *([local] if local else [])]
+    groups = [group for one in stepping for group in one.param_groups]
+    values = values_of(groups)
     trial = on_all(lambda: Trial(model, flat, compute, loader))
     tried = on_all(
         lambda: {n: trial.evaluate(n, e) for n, e in splits.items() if is_validation(n)},
     )
     if tried:
         check_watched(config, judged(tried))
-    on_all(lambda: check_noted(groups))
+    on_all(lambda: _check_groups_kept(first_change(groups, values)))
     on_all(lambda: schedulers.check_metrics(judged(tried), config.watch))
     on_all(lambda: _check_views(config, flat, trial))
     if on_all(lambda: _settle(model, trial)):
@@ -199,7 +197,6 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         keep(model, placement.own)
     size, can_regroup = placement.data.size, transport.can_regroup
     has_phases = compute.phases.are_several
-    local = compute.local.optimizer if compute.local else None
     gathered = compute.batch_loss.kept_bytes(config.batch_size) if compute.batch_loss else 0
     on_all(
         lambda: check_memory(
@@ -288,6 +285,19 @@ def evaluations(
         for name, data in datasets.items()
         if data is not None
     }
+
+
+def _check_groups_kept(changed: str) -> None:
+    """Refuse a loss that changes the optimizer's groups: other ranks compute other microbatches.
+
+    Raises:
+        TaskError: naming what it has changed, if anything.
+    """
+    if changed:
+        raise TaskError(
+            f"{changed} was changed by Task.loss or Task.evaluate; change it in Task.after_step, "
+            "or by Task.build_scheduler"
+        )
 
 
 def _check_views(config: TrainConfig, flat: FlatTensors, trial: Trial) -> None:

@@ -527,3 +527,26 @@ def test_what_a_hook_of_the_optimizer_writes_counts(tmp_path: Path) -> None:
     ls.train(Mine(), config(), run_dir=tmp_path / "run", quiet=True)
     rates = rates_of(tmp_path / "run")
     assert rates == [0.1 * 0.5**step for step in range(STEPS)]
+
+
+class CountsPasses(Line):
+    """Counts its passes."""
+
+    scratch = ("task.passes",)
+    passes = 0
+
+    def build_optimizer(self, model: Any) -> Any:
+        return optim.LBFGS(model.parameters(), max_iter=1)
+
+    def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+        self.passes += 1
+        return super().loss(model, batch)
+
+
+def test_the_first_pass_of_lbfgs_is_computed_once(tmp_path: Path) -> None:
+    passes = []
+    for steps in (20, 21):
+        task = CountsPasses()
+        ls.train(task, line_config(steps=steps, eval_every=1000), run_dir=tmp_path / str(steps))
+        passes.append(task.passes)
+    assert passes[1] - passes[0] == 4  # the microbatches of a step

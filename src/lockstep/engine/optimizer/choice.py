@@ -175,28 +175,21 @@ def default_optimizer(model: nn.Module, config: TrainConfig) -> optim.Optimizer:
     return kind(parameters, lr=config.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
 
 
-def check_optimizer(
-    optimizer: object, model: nn.Module, config: TrainConfig, is_scheduled: bool = False
-) -> optim.Optimizer:
+def check_optimizer(optimizer: object, model: nn.Module, config: TrainConfig) -> optim.Optimizer:
     """The optimizer, if it can work.
 
-    Args:
-        optimizer: what the task has returned.
-        model: its model.
-        config: config of the run.
-        is_scheduled: whether the task returns learning-rate schedulers.
-
     Raises:
-        TaskError: it is not an optimizer, holds foreign parameters or some shards
-            of one, or has a learning-rate scheduler; so for each one, if there are several.
-        ConfigError: it is to be sharded but is not element-wise.
+        TaskError: it is not an optimizer, holds foreign parameters or some shards of one, or needs
+            a closure beside other optimizers; so for each one, if there are several.
+        ConfigError: it is to be sharded but is not element-wise, or a key does not go with its
+            closure.
     """
     if not isinstance(optimizer, optim.Optimizer):
         name = type(optimizer).__name__
         raise TaskError(f"build_optimizer: must return a torch.optim.Optimizer, not a {name}")
     known = {id(p) for p in model.parameters()}
     for name, part in parts_of(optimizer).items():
-        _check_part(part, known, _called(part, name), is_scheduled)
+        _check_part(part, known, _called(part, name))
     if isinstance(optimizer, NamedOptimizers):
         _check_shards(optimizer, model)
     _check_elementwise(optimizer, config)
@@ -209,14 +202,13 @@ def _called(part: optim.Optimizer, name: str) -> str:
     return f"{type(part).__name__} of {name!r}" if name else type(part).__name__
 
 
-def _check_part(part: optim.Optimizer, known: Set[int], called: str, is_scheduled: bool) -> None:
+def _check_part(part: optim.Optimizer, known: Set[int], called: str) -> None:
     """Refuse an optimizer that cannot work, whatever the mesh.
 
     Args:
         part: the optimizer, or one of those that the task has named.
         known: ids of the model's parameters.
         called: what messages call it.
-        is_scheduled: whether the task returns schedulers, which then step what is attached.
 
     Raises:
         TaskError: naming it.
@@ -227,7 +219,24 @@ def _check_part(part: optim.Optimizer, known: Set[int], called: str, is_schedule
             "over the model.parameters() it is given"
         )
     for path, inner in optimizers_in(part).items():
-        _check_groups(part, inner, f"{called} {path}".rstrip(), is_scheduled)
+        _check_groups(part, inner, f"{called} {path}".rstrip())
+
+
+def check_none_attached(optimizer: optim.Optimizer) -> None:
+    """Refuse an optimizer with a learning-rate scheduler that nothing would step.
+
+    Raises:
+        TaskError: naming it.
+    """
+    for name, part in parts_of(optimizer).items():
+        for path, inner in optimizers_in(part).items():
+            if any("initial_lr" in group for group in inner.param_groups):
+                called = f"{_called(part, name)} {path}".rstrip()
+                raise TaskError(
+                    f"build_optimizer: a learning-rate scheduler is attached to the {called}, "
+                    "which nothing would step; return it by Task.build_scheduler, or set "
+                    "schedule.name and the other keys of `schedule` in the config"
+                )
 
 
 def _check_shards(optimizer: NamedOptimizers, model: nn.Module) -> None:
@@ -329,18 +338,10 @@ def _check_closure(optimizer: optim.Optimizer, config: TrainConfig) -> None:
             )
 
 
-def _check_groups(
-    optimizer: optim.Optimizer, inner: optim.Optimizer, name: str, is_scheduled: bool
-) -> None:
+def _check_groups(optimizer: optim.Optimizer, inner: optim.Optimizer, name: str) -> None:
     """Refuse groups of an optimizer, or of one in it, that the engine cannot step."""
     outer = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for group in inner.param_groups:
-        if "initial_lr" in group and not is_scheduled:
-            raise TaskError(
-                f"build_optimizer: a learning-rate scheduler is attached to the {name}, which "
-                "nothing would step; return it by Task.build_scheduler, or set schedule.name and "
-                "the other keys of `schedule` in the config"
-            )
         if "lr" not in group:
             raise TaskError(f"build_optimizer: a group of the {name} has no 'lr'")
         if any(id(p) not in outer for p in group["params"]):

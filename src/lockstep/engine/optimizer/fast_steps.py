@@ -49,7 +49,7 @@ def check_savable(
         TaskError: naming the key.
     """
     name = type(optimizer).__name__
-    if are_tensors(value):
+    if are_tensors(value) and not is_flat:
         return
     if isinstance(value, Tensor) and value.dim() > 0 and is_savable(value):
         if is_flat and (value.shape, value.dtype) != (own.shape, own.dtype):

@@ -36,6 +36,7 @@ from lockstep.engine.optimizer.optimizer_state import (
     describe,
     from_json,
     home_of,
+    tensor_names,
     to_json,
 )
 from lockstep.errors import ConfigError, TaskError
@@ -185,7 +186,11 @@ class FlatOptimizer:
             ]
 
     def step(
-        self, key: int = 0, phase: str = "", closure: Callable[[], float] | None = None
+        self,
+        key: int = 0,
+        phase: str = "",
+        closure: Callable[[], float] | None = None,
+        loss: float = 0.0,
     ) -> None:
         """One optimizer step, with the learning rates that groups have.
 
@@ -195,6 +200,7 @@ class FlatOptimizer:
             closure: evaluates the step's whole batch again, for an optimizer that needs it: puts
                 the mean gradient in memory, and returns the mean loss. If it raises an exception,
                 parameters and state are as before.
+            loss: mean loss of the first pass, whose gradient is in memory.
         """
         # For this step only: the next backward pass would add to a gradient that stays.
         for parameter, gradient in self._gradients:
@@ -203,9 +209,10 @@ class FlatOptimizer:
             seed_all(key)  # the same random numbers on every rank
         self._num_steps += 1
         if closure is not None:
-            self._search(closure, key)
-        for optimizer in self._in_turn(phase) if closure is None else ():
-            self._step(optimizer)
+            self._search(closure, loss, key)
+        else:
+            for optimizer in self._in_turn(phase):
+                self._step(optimizer)
         for parameter, _ in self._gradients:
             parameter.grad = None
         if not self.elementwise:
@@ -238,15 +245,23 @@ class FlatOptimizer:
         if is_watched and global_state() != before:
             self._drawing = type(optimizer).__name__
 
-    def _search(self, closure: Callable[[], float], key: int) -> None:
+    def _search(self, closure: Callable[[], float], loss: float, key: int) -> None:
         """Step by a closure; undo everything if that is interrupted."""
         assert not self.elementwise, "who needs a closure steps whole parameters"
         parameters, state = [flat.clone() for flat in self._flat.flats], self.state()
+        versions = [gradient._version for _, gradient in self._gradients]
+
+        def is_first_pass() -> bool:
+            is_same = versions == [gradient._version for _, gradient in self._gradients]
+            return is_same and all(map(torch.equal, self._flat.flats, parameters))
 
         def evaluate() -> Tensor:
             self._flat.take_back()
-            with torch.enable_grad():  # an optimizer's own step records no graph
-                value = closure()
+            value = loss
+            # L-BFGS begins with a call at the present parameters, whose gradient is there.
+            if not is_first_pass():
+                with torch.enable_grad():  # an optimizer's own step records no graph
+                    value = closure()
             for parameter, gradient in self._gradients:
                 parameter.grad = gradient
             if self.may_draw:
@@ -336,8 +351,8 @@ class FlatOptimizer:
             kept: dict[str, Any] = TENSOR
             if are_tensors(value):
                 kept = {"tensors": len(value)}
-                for index, tensor in enumerate(value):
-                    state.tensors[f"{name}.{index}/{part.owner}"] = tensor.detach().clone()
+                for each, tensor in zip(tensor_names(name, kept), value, strict=True):
+                    state.tensors[f"{each}/{part.owner}"] = tensor.detach().clone()
             elif not isinstance(value, Tensor) or value.dim() == 0:
                 kept = to_json(value, part.tensor.device)
             elif self.elementwise and not tensors:
@@ -377,10 +392,9 @@ class FlatOptimizer:
     def _restored(
         self, state: OptimizerState, part: Stepped, name: str, key: str, value: Any
     ) -> Any:
-        match value:
-            case {"tensors": int(count)}:
-                names = [f"{name}.{index}/{part.owner}" for index in range(count)]
-                return [state.tensors[n].to(part.tensor.device, copy=True) for n in names]
+        if value != TENSOR and (names := tensor_names(name, value)):
+            tensors = [state.tensors[f"{each}/{part.owner}"] for each in names]
+            return [tensor.to(part.tensor.device, copy=True) for tensor in tensors]
         if value != TENSOR:
             group = self._optimizer.param_groups[part.group]
             return from_json(value, home_of(key, group, part.tensor.device))

@@ -124,14 +124,16 @@ class LearningRates:
         """Set the rates as the newest step that was applied, or what followed it, has left them."""
         self._set(self._held)
 
-    def after_step(self, phase: str, is_epoch_end: bool) -> None:
-        """Step schedulers that are due. What they raise is raised by `check`."""
-        if self.schedulers:
-            self._keep_error(lambda: self.schedulers.after_step(phase, is_epoch_end))
+    def step_schedulers(self, phase: str, is_epoch_end: bool) -> None:
+        """Step schedulers that are due after a step. What they raise is raised by `check`."""
+        self._keep_error(lambda: self.schedulers.after_step(phase, is_epoch_end))
+
+    def keep_written(self) -> None:
+        """As `take_over`, after a step. What it raises is raised by `check`."""
         self._keep_error(self.take_over)
 
     def after_evaluation(self, metrics: Mapping[str, float], watch: str) -> None:
-        """As `after_step`, after an evaluation of the validation splits."""
+        """Step schedulers that are due after an evaluation of the validation splits."""
         if self.schedulers:
             self._keep_error(lambda: self.schedulers.after_evaluation(metrics, watch))
             self._keep_error(self.take_over)
@@ -206,7 +208,7 @@ class LearningRates:
 
     def values(self) -> list[dict[str, Any]]:
         """All values of the groups, for `changed`."""
-        return [_options(group) | {"lr": _number(group["lr"])} for group in self._groups]
+        return values_of(self._groups)
 
     def changed(self, before: Sequence[Mapping[str, Any]]) -> str:
         """The first value that is not as it was, by words for people; empty if all are.
@@ -214,11 +216,7 @@ class LearningRates:
         Args:
             before: what `values` gave.
         """
-        for index, (was, now) in enumerate(zip(before, self.values(), strict=True)):
-            for key in {**was, **now}:
-                if key not in was or key not in now or not _is_same(was[key], now[key]):
-                    return f"{key!r} of the optimizer's group {index}"
-        return ""
+        return first_change(self._groups, before)
 
     def write_again(self) -> None:
         """Write the options that were written, after the optimizer's state was loaded."""
@@ -354,27 +352,23 @@ def _both_scalar(*values: Any) -> bool:
     return all(not isinstance(value, Tensor) or value.numel() == 1 for value in values)
 
 
-def noted(optimizers: Iterable[optim.Optimizer]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Groups of optimizers, and their values now."""
-    return [(g, _options(g) | {"lr": g["lr"]}) for o in optimizers for g in o.param_groups]
+def values_of(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """All values of parameter groups, for `first_change`; no parameters."""
+    return [_options(group) | {"lr": _number(group.get("lr"))} for group in groups]
 
 
-def check_noted(before: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    """Refuse values that microbatches have changed.
+def first_change(groups: Iterable[Mapping[str, Any]], before: Iterable[Mapping[str, Any]]) -> str:
+    """The first value of groups that is not as it was, by words for people; empty if all are.
 
     Args:
-        before: what `noted` gave.
-
-    Raises:
-        TaskError: naming one.
+        groups: parameter groups.
+        before: what `values_of` gave of them.
     """
-    for group, values in before:
-        for key, value in values.items():
-            if key not in group or not _is_same(group[key], value):
-                raise TaskError(
-                    f"{key!r} of an optimizer's group was changed by Task.loss or Task.evaluate; "
-                    "change it in Task.after_step, or by Task.build_scheduler"
-                )
+    for index, (was, now) in enumerate(zip(before, values_of(groups), strict=True)):
+        for key in {**was, **now}:
+            if key not in was or key not in now or not _is_same(was[key], now[key]):
+                return f"{key!r} of the optimizer's group {index}"
+    return ""
 
 
 def unequal_settings(everyone: Sequence[Mapping[str, Any]]) -> str:

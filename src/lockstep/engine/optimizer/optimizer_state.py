@@ -20,7 +20,7 @@ from lockstep.errors import CheckpointError, TaskError, shared
 
 Scalars = dict[str, dict[str, Any]]
 """By owner (a parameter, or the number of an element-wise optimizer's group), then by key: a JSON
-value, or `TENSOR` for state that is kept as a tensor."""
+value, `TENSOR` for state that is kept as a tensor, or `{"tensors": n}` for a list of n tensors."""
 
 TENSOR = {"tensor": True}
 
@@ -32,6 +32,8 @@ DTYPES = {
     )
 }  # fmt: skip
 """Data types that checkpoints can hold, by name."""
+_MOST_TENSORS = 1 << 20
+"""Of a list that is a state of a parameter."""
 _SET_BY_ENGINE = frozenset({"params", "lr", "fused"})
 
 
@@ -80,6 +82,24 @@ def are_tensors(value: Any) -> bool:
         and bool(value)
         and all(isinstance(v, Tensor) and v.dim() > 0 and is_savable(v) for v in value)
     )
+
+
+def tensor_names(name: str, kept: Any) -> list[str]:
+    """The names of the tensors that a state of a parameter is kept as, in `OptimizerState.tensors`.
+
+    Args:
+        name: name of the state.
+        kept: what `OptimizerState.scalars` has of it.
+
+    Returns:
+        One name, those of the tensors of a list, or none if the state is no tensor.
+    """
+    match kept:
+        case {"tensor": True}:
+            return [name]
+        case {"tensors": int(count)} if 0 < count < _MOST_TENSORS:
+            return [f"{name}.{index}" for index in range(count)]
+    return []
 
 
 def dtype_name(dtype: torch.dtype) -> str:

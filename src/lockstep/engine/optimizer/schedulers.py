@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -22,7 +22,12 @@ from lockstep.config import TrainConfig
 from lockstep.config.parsing import shown
 from lockstep.engine.audit.pass_state import is_check_due
 from lockstep.engine.audit.reachable import fingerprints, optimizers_in
-from lockstep.engine.optimizer.choice import own_groups, parts_of, stepping_in
+from lockstep.engine.optimizer.choice import (
+    check_none_attached,
+    own_groups,
+    parts_of,
+    stepping_in,
+)
 from lockstep.engine.optimizer.optimizer_state import from_json, to_json
 from lockstep.engine.optimizer.scheduler_state import decoded, encoded
 from lockstep.engine.task import Task
@@ -177,12 +182,15 @@ class Schedulers:
         self._counts[name] += 1
         count, one = self._counts[name], self._by_name[name]
         if count % one.frequency == 0:
-            due = is_check_due(count // one.frequency)
-            _stepped(one, partial(self._step_twice if due else _step_once, name, step))
+            with _explained(one):
+                if is_check_due(count // one.frequency):
+                    self._step_twice(one, step)
+                else:
+                    step()
 
-    def _step_twice(self, name: str, step: Callable[[], None]) -> None:
+    def _step_twice(self, one: Scheduler, step: Callable[[], None]) -> None:
         """Step, go back by `load_state_dict`, and step again: it must come to the same."""
-        scheduler, groups = self._by_name[name].scheduler, self._groups
+        scheduler, groups, kind = one.scheduler, self._groups, _kind(one)
         versions = self._versions()
         before = encoded(scheduler.state_dict())
         values, hidden = [_options(group) for group in groups], _hidden(scheduler)
@@ -193,7 +201,6 @@ class Schedulers:
             _restore_options(group, options)
         step()
         again = encoded(scheduler.state_dict()), [_options(group) for group in groups]
-        kind = _kind(self._by_name[name])
         if _text(after) != _text(again) or _hidden(scheduler) != hidden:
             raise TaskError(
                 f"build_scheduler: {kind} comes to something else when its state is loaded again "
@@ -210,18 +217,15 @@ class Schedulers:
         return [p._version for group in self._groups for p in group["params"]]
 
 
-def _step_once(name: str, step: Callable[[], None]) -> None:
-    step()
-
-
-def _stepped(one: Scheduler, step: Callable[[], None]) -> None:
-    """Step, and say of an error of torch's own classes what it means.
+@contextmanager
+def _explained(one: Scheduler) -> Iterator[None]:
+    """Say of an error of torch's own classes what it means.
 
     Raises:
         TaskError: the scheduler refuses to be stepped.
     """
     try:
-        step()
+        yield
     except ValueError as error:
         if not type(one.scheduler).__module__.startswith("torch.optim."):
             raise
@@ -242,6 +246,7 @@ def build_schedulers(task: Task, optimizer: optim.Optimizer, config: TrainConfig
         ConfigError: the config has a schedule too.
     """
     if type(task).build_scheduler is Task.build_scheduler:
+        check_none_attached(optimizer)
         return Schedulers({}, {})
     where = f"{type(task).__name__}.build_scheduler"
     parts = parts_of(optimizer)

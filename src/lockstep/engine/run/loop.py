@@ -344,14 +344,15 @@ class Trainer:
         tests = [name for name in parts.evaluations if not is_validation(name)]
         if progress.finished and tests:
             self._test(tests)
-        parts.train_step.flat_optimizer.end()
         carries, tables = parts.train_step.carries, parts.train_step.tables
+        with parts.train_step.flat_optimizer.evaluating():
+            digest = whole_digest(parts.train_step)
         finished = Finished(
             step=progress.step,
             status="completed" if progress.finished else "stopped",
             reason=progress.finished or state.stop_reason,
             exit_code=0 if progress.finished else EXIT_CODES.get(state.stop_reason, 0),
-            params_sha256=whole_digest(self._parts.train_step),
+            params_sha256=digest,
             metrics=self._reporter.final_metrics(progress),
             world_size=self._transport.size,
             wall_s=perf_counter() - self._started,
@@ -365,4 +366,6 @@ class Trainer:
         self._runtime.emit(finished)
         # All leave together: a rank that leaves early looks dead, and the others would recover.
         self._transport.agree()
+        # Last: had a rank been lost before, all of this would be done again.
+        parts.train_step.flat_optimizer.end()
         return finished

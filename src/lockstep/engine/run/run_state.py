@@ -64,10 +64,7 @@ class RunState:
         progress = self.progress
         progress.step += 1
         if with_task:
-            parts = self._parts
-            phase = parts.compute.phases.at(progress.step - 1).name
-            is_epoch_end = parts.sampler.is_epoch_end(progress.step)
-            parts.train_step.rates.after_step(phase, is_epoch_end)
+            self._step_schedulers()
             ended = self._hooks.after_step(progress, result)
             progress.finished = progress.finished or ended
         self.stop_reason = self.stop_reason or result.stop_reason
@@ -77,6 +74,14 @@ class RunState:
         self._runtime.transport.call_ring.note_step(progress.step)
         self._runtime.at("committed", self.progress.step)
         self._runtime.on_step(self.progress.step)
+
+    def _step_schedulers(self) -> None:
+        parts, step = self._parts, self.progress.step
+        rates = parts.train_step.rates
+        if rates.schedulers:
+            phase = parts.compute.phases.at(step - 1).name
+            rates.step_schedulers(phase, parts.sampler.is_epoch_end(step))
+        rates.keep_written()
 
     def restore(self, progress: Progress, stop_reason: str) -> None:
         """Go on from a checkpoint.

@@ -15,7 +15,7 @@ from lockstep.config.parsing import shown
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.optimizer import fast_steps
 from lockstep.engine.optimizer.choice import ELEMENTWISE
-from lockstep.engine.optimizer.optimizer_state import TENSOR, to_json
+from lockstep.engine.optimizer.optimizer_state import TENSOR, tensor_names, to_json
 from lockstep.engine.snapshot.resumable import SavedShared
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.engine.tables.files import check_described
@@ -76,13 +76,11 @@ def check_optimizer_fits(snapshot: Snapshot, train_step: TrainStep, where: str) 
         wanted = {(key, name) for key, _ in saved for name in wholes}
     else:
         scalars = snapshot.meta["optimizer_scalars"]
-        kept_tensors = [(k, v, n) for n, kept in scalars.items() for k, v in kept.items()]
-        wanted = {(k, n) for k, v, n in kept_tensors if v == TENSOR}
-        wanted |= {
-            (f"{k}.{index}", n)
-            for k, v, n in kept_tensors
-            if isinstance(v, dict)
-            for index in range(v.get("tensors", 0) if v != TENSOR else 0)
+        wanted = {
+            (each, owner)
+            for owner, values in scalars.items()
+            for key, kept in values.items()
+            for each in tensor_names(key, kept)
         }
     for key, name in [*saved, *wanted]:
         tensor = saved.get((key, name))

@@ -26,7 +26,7 @@ from lockstep.engine.carry.distributed_carries import DistributedCarries
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.hook import Hook
-from lockstep.engine.optimizer.optimizer_state import TENSOR, from_json, to_json
+from lockstep.engine.optimizer.optimizer_state import from_json, tensor_names, to_json
 from lockstep.engine.optimizer.schedule import lr_factor
 from lockstep.engine.passes.precision import LossScale, LossScaleState
 from lockstep.engine.run.progress import ALL_STEPS, Progress
@@ -290,7 +290,7 @@ def _scalars_problem(scalars: Any) -> str:
     for owner, values in scalars.items():
         for key, value in values.items():
             place = f"optimizer_scalars.{shown(owner)}.{shown(key)}={shown(value)}"
-            if value != TENSOR and not _are_tensors(value) and not _is_state(value):
+            if not tensor_names(key, value) and not _is_state(value):
                 return f"{place}: is not a value of an optimizer's state"
     return ""
 
@@ -332,14 +332,6 @@ def _check_carry(snapshot: Snapshot, carries: DistributedCarries | None, where: 
             carries.check(snapshot.carry, snapshot.meta["carry"])
         except ValueError as error:
             raise CheckpointError(f"{where}: is damaged: carry: {error}") from None
-
-
-def _are_tensors(value: Any) -> bool:
-    """Whether it stands for a list of tensors, which the checkpoint has one by one."""
-    match value:
-        case {"tensors": int(count)}:
-            return len(value) == 1 and 0 < count < 1 << 20
-    return False
 
 
 def _is_state(value: Any) -> bool:

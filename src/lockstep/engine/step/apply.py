@@ -1,6 +1,7 @@
 """Applying a step: the sums of its microbatches become the committed state.
 
-Nothing here communicates, so no loss can interrupt it: a rank has applied all of a step, or none.
+A rank has applied all of a step, or none: nothing here communicates, so no loss can interrupt it.
+Only an optimizer with a closure does (`Reevaluation`), and undoes what it has begun.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Apply:
                 key = random_key(self._config.seed, Stream.OPTIMIZER, step)
             # Buffers advance by the step's first pass only, however often it is done again.
             buffers = [sums.clone() for sums in workspace.buffer_sums] if closure else []
-            self._flat_optimizer.step(key, phase, closure)
+            self._flat_optimizer.step(key, phase, closure, summed.scalars[0] / weight)
             for sums, first in zip(workspace.buffer_sums, buffers, strict=False):
                 sums.copy_(first)
             self._commit_buffers(weight, summed.headers, workspace)

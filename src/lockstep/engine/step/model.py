@@ -17,7 +17,6 @@ from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.engine.audit.constants import check_aliases
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.optimizer.choice import check_optimizer, default_optimizer, needs_closure
-from lockstep.engine.optimizer.schedulers import Schedulers, build_schedulers
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.passes.precision import keep_compiler_out
 from lockstep.engine.passes.stages import check_pipeline
@@ -147,8 +146,7 @@ def built(
     optimizer = compute.phases.optimizer(task.build_optimizer(model))
     if optimizer is None:
         optimizer = default_optimizer(model, config)
-    is_scheduled = type(task).build_scheduler is not Task.build_scheduler
-    checked = check_optimizer(optimizer, model, config, is_scheduled)
+    checked = check_optimizer(optimizer, model, config)
     _check_closure_fits(task, model, checked)
     return model, compute, checked
 
@@ -174,18 +172,6 @@ def _check_closure_fits(task: Task, model: nn.Module, optimizer: torch.optim.Opt
             f"and {type(task).__name__} has {has}, which moves on once a step; return another "
             "optimizer"
         )
-
-
-def attached_schedulers(
-    task: Task, compute: Compute, optimizer: torch.optim.Optimizer, config: TrainConfig
-) -> Schedulers:
-    """The task's learning-rate schedulers, of the workers' optimizer where there are some.
-
-    Raises:
-        LockstepError: one of them cannot work.
-    """
-    own = compute.local.optimizer if compute.local is not None else optimizer
-    return build_schedulers(task, own, config)
 
 
 def _begin_row(model: nn.Module, config: TrainConfig) -> None:
