@@ -73,7 +73,7 @@ def test_a_file_travels_in_a_config_map(here: Any, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("kind: Pod")
     kept = here("kubernetes", target(), *IMAGE, "--name", "mine")
     assert kept.returncode == 2
-    assert "is there already, and not from lockstep kubernetes" in kept.stderr
+    assert "is there already, and was not written by this command" in kept.stderr
     assert (tmp_path / "mine.yaml").read_text() == "kind: Pod"
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import yaml
 
-from lockstep.cli.clusters.slurm_batch import config_of
-from lockstep.config.files import read_text, replacing
-from lockstep.errors import LaunchError, file_errors
+from lockstep.cli.clusters.slurm_batch import config_of, write_script
+from lockstep.config.files import read_text
+from lockstep.errors import LaunchError
 from lockstep.launching.kubernetes import CODE, Pods, check, manifests
 from lockstep.launching.targets import absolute, is_script
 
@@ -58,15 +58,8 @@ def kubernetes(target: str, overrides: Sequence[str], pods: Pods, output: Path |
 
 def _write(path: Path, pods: Pods, objects: Sequence[object]) -> None:
     text = yaml.safe_dump_all(objects, sort_keys=False, allow_unicode=True)
-    with file_errors(LaunchError, path, advice="choose another --output"):
-        if path.exists() and FIRST_COMMENT not in path.read_text(errors="replace")[:200]:
-            raise LaunchError(
-                f"{path}: is there already, and not from lockstep kubernetes; choose another "
-                "--output"
-            )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
-            file.write(f"{FIRST_COMMENT}: kubectl apply -f {path.name}\n{text}")
+    begin = f"{FIRST_COMMENT}: kubectl apply -f {path.name}\n"
+    write_script(path, begin + text, FIRST_COMMENT)
     print(f"wrote {path}: kubectl apply -f {path}", flush=True)
     if pods.file is not None:
         print(f"{pods.file[0]} travels with it, in a ConfigMap", flush=True)

@@ -16,10 +16,10 @@ from lockstep.cli.clusters.slurm_batch import (
     resources_of,
     with_options,
     with_threads,
+    write_script,
 )
-from lockstep.config.files import replacing
 from lockstep.engine.checkpoint.origin import items
-from lockstep.errors import LaunchError, file_errors
+from lockstep.errors import LaunchError
 from lockstep.launching.job.commands import SILENCE_S
 from lockstep.launching.slurm.script import FIRST_COMMENT, BatchJob, script
 from lockstep.launching.targets import absolute
@@ -31,21 +31,10 @@ def deliver(batch: BatchJob, path: Path, submit: bool) -> None:
     Raises:
         LaunchError: it has a text that no script may have, cannot be written, or is refused.
     """
-    _write(path, script(batch))
+    write_script(path, script(batch), FIRST_COMMENT)
     print(f"wrote {path}", flush=True)
     if submit:
         print(f"submitted job {_submit(path)}", flush=True)
-
-
-def _write(path: Path, text: str) -> None:
-    with file_errors(LaunchError, path, advice="choose another --output"):
-        if path.exists() and FIRST_COMMENT not in path.read_text(errors="replace")[:200]:
-            raise LaunchError(
-                f"{path}: is there already, and not from lockstep slurm; choose another --output"
-            )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
-            file.write(text)
 
 
 def _submit(path: Path) -> str:

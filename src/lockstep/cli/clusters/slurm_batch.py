@@ -12,9 +12,9 @@ from typing import Any
 
 from lockstep.comm.mpi import without_hierarchy
 from lockstep.config import Count, Positive, Section, TrainConfig, load, override
-from lockstep.config.files import read_text
+from lockstep.config.files import read_text, replacing
 from lockstep.engine.checkpoint.origin import settled
-from lockstep.errors import LaunchError
+from lockstep.errors import LaunchError, file_errors
 from lockstep.launching.api import Session
 from lockstep.launching.host.processes import THREAD_VARIABLES
 from lockstep.launching.job.commands import SILENCE_S, mpirun_command
@@ -258,3 +258,25 @@ def config_of(target: str, overrides: Sequence[str], run_dir: Path | None) -> Tr
     if any(o.startswith("weights_from.path=") for o in overrides):
         known += [o for o in overrides if o.startswith("weights_from.")]
     return settled(override(TrainConfig(), known), run_dir)
+
+
+def write_script(path: Path, text: str, mark: str) -> None:
+    """Write a file for a cluster, in place of an earlier one of the same command only.
+
+    Args:
+        path: path of the file.
+        text: its text.
+        mark: what it begins with: which command writes it.
+
+    Raises:
+        LaunchError: something else is there, or it cannot be written.
+    """
+    with file_errors(LaunchError, path, advice="choose another --output"):
+        if path.exists() and mark not in path.read_text(errors="replace")[:200]:
+            raise LaunchError(
+                f"{path}: is there already, and was not written by this command; choose another "
+                "--output"
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            file.write(text)

@@ -28,8 +28,8 @@ def encoded(value: Any) -> Any:
     """A scheduler's state as JSON.
 
     Numbers, text, small arrays, and lists, tuples, dicts and counters of these are kept. Of
-    anything else, such as functions, there is the type's name: the scheduler that is built anew
-    has it.
+    anything else, such as functions, there is the type's name: `decoded` takes it from the
+    scheduler that the task builds.
     """
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": repr(value)}
