@@ -7,12 +7,13 @@ lost ends the others, and all go on from the newest checkpoint. No operator is n
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from lockstep.errors import LaunchError
+from lockstep.errors import LaunchError, LockstepError, RankFailure
 
 PORT = 29_500
 """The port that ranks meet at, in the pod of rank 0."""
@@ -27,8 +28,8 @@ _MOST_LETTERS = 52
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?")
 _MOST_FILE = 900_000
 """Bytes of a file that fits into a ConfigMap, which may have 1 MiB."""
-_BAD_INPUT, _GOES_ON = 2, (75, 129, 143)
-"""Exit codes (docs/launchers.md): of what the user has to mend, and of ranks that go on later."""
+_STOPPED = (128 + signal.SIGHUP, 128 + signal.SIGTERM)
+"""Exit codes of ranks that were asked to stop, and go on later."""
 _GRACE_S = 10
 """Seconds that are left for writing the checkpoint of the step that is under way."""
 
@@ -133,9 +134,15 @@ def _service(pods: Pods) -> dict[str, Any]:
 def _job(pods: Pods, target: str, overrides: Sequence[str]) -> dict[str, Any]:
     rules = [
         # What is wrong with the input stays wrong.
-        {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [_BAD_INPUT]}},
+        {
+            "action": "FailJob",
+            "onExitCodes": {"operator": "In", "values": [LockstepError.exit_code]},
+        },
         # The rank that was lost counts, not those that it has ended, nor ranks that were stopped.
-        {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [*_GOES_ON]}},
+        {
+            "action": "Ignore",
+            "onExitCodes": {"operator": "In", "values": [RankFailure.exit_code, *_STOPPED]},
+        },
         # A node that is drained or lost, or a pod that is preempted, is nobody's failure.
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
     ]

@@ -199,10 +199,9 @@ class Sessions:
         rows_before = len(rows_of(run_dir))
         ended = self._start(run_dir, incidents, log)
         strikes = faults.logged(log) if incidents else []
-        # Without a fault, a launcher that could not start: mpirun's own server may fail to.
-        if ended.again and (not strikes or _was_hit_at_start(incidents, strikes)):
+        if ended.again and incidents and _was_hit_at_start(incidents, strikes):
             ended = self._start(run_dir, incidents, log)
-            strikes = faults.logged(log) if incidents else []
+            strikes = faults.logged(log)
         last = incidents[-1].what if incidents else None
         rescued = next(rescued_paths(run_dir))
         if not _is_planned(ended, last, rescued):
