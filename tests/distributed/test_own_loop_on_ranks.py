@@ -102,6 +102,7 @@ def test_losses_around_the_end_of_a_loop(
 
 
 REFUSED = f"error: budget.txt: is missing (in {SCRIPT}:"
+EXITED = "its script with exit code 1; their messages are in run/ranks.log\nnot good enough\n"
 
 
 @pytest.mark.parametrize(
@@ -111,6 +112,7 @@ REFUSED = f"error: budget.txt: is missing (in {SCRIPT}:"
         *(
             pytest.param(launcher, *rest, marks=pytest.mark.slow)
             for launcher, *rest in (
+                ("local", [[1, 5, "exit"]], 1, EXITED, True),
                 ("mpi", [[1, 5, "refuse"]], 2, REFUSED, True),
                 ("torchrun", [[-1, 5, "refuse"]], 2, REFUSED, True),
                 ("mpi", [[1, 5, "raise"]], 1, "KeyError: 'of the body'", True),

@@ -69,7 +69,8 @@ def how_ended(outcome: Outcome, session: Session, since: float, launcher: str) -
     row = _last_row(outcome, said, run_dir, since)
     if row is not None:
         ended = _by_row(row, outcome)
-        message = _of_script(outcome, said, session.target or "") if not ended.exit_code else ""
+        target = session.target or ""
+        message = "" if ended.exit_code else _of_script(outcome, said, target, launcher)
         return Ended(_code(outcome, said, launcher), message, last=row) if message else ended
     if outcome.stopped_by is not None:
         return _stopped(outcome, outcome.stopped_by, run_dir)
@@ -102,18 +103,24 @@ def _by_row(row: dict[str, Any], outcome: Outcome) -> Ended:
     return Ended(code, message, again, row)
 
 
-def _of_script(outcome: Outcome, said: str, target: str) -> str:
+def _of_script(outcome: Outcome, said: str, target: str, launcher: str) -> str:
     """How a script has failed beside its run, which has ended in order; empty if it has not.
 
-    The body of a loop over `lockstep.steps` may raise an exception, or code after the run.
+    The body of a loop over `lockstep.steps`, or code after the run, may raise an exception.
     """
-    if not (outcome.exit_code and is_script(target)):
+    code = outcome.exit_code
+    if not (code and is_script(target)):
         return ""
     # The place is in no message of a rank that the others have refused.
     if f"(in {target}:" in said:
         return said
-    raised = _traceback(outcome.stderr_tail) if outcome.exit_code == 1 else ""
-    return raised and f"the run has ended in order, and its script with an exception:\n{raised}"
+    if code == 1 and (raised := _traceback(outcome.stderr_tail)):
+        return f"the run has ended in order, and its script with an exception:\n{raised}"
+    # Of other launchers the code may be that of a rank which the others have survived.
+    if launcher in ("python", "local") and code < 128:
+        where = _where_to_look(outcome)
+        return f"the run has ended in order, and its script with exit code {code}; {where}"
+    return ""
 
 
 def _code(outcome: Outcome, said: str, launcher: str) -> int:
