@@ -34,7 +34,7 @@ class LockstepError(ValueError):
         exit_code: exit code of the command.
         is_shared: whether every rank raises it. Only then can a rank leave in order; from any other
             error the group has to be aborted, or the rest would wait for this rank for ever.
-        is_alone: whether this rank may be the only one that raises it, before there is a group.
+        is_alone: whether this rank may be the only one that raises it, where no group knows of it.
             Then it tells the user, whatever its number.
         rank: rank of this process in its group; None while there was no group.
         is_told: whether the user has been told already, so that no message is printed for it.

@@ -75,7 +75,7 @@ def test_what_is_no_key_is_told_as_of_any_command(here: Any, arguments: str, sho
 
 
 @pytest.mark.parametrize("target", ["digits", "script.py"])
-def test_a_resume_of_no_run_never_starts_anew(here: Any, tmp_path: Path, target: str) -> None:
+def test_a_resume_of_no_run_never_starts_one(here: Any, tmp_path: Path, target: str) -> None:
     (tmp_path / "script.py").write_text("raise SystemExit('was run')")
     done = here("train", target, "--resume", "steps=2")
     assert (done.returncode, done.stdout) == (2, "")

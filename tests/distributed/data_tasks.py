@@ -250,7 +250,7 @@ class Endless(IterableDataset):
             yield x, (x[0] > 0).long()
 
 
-class Dealt:
+class Sharded:
     """Has uneven parts; notes each sample that is made, by rank, in the folder `READS`."""
 
     def __init__(self, index=0, count=1):
@@ -277,12 +277,12 @@ class Dealt:
             yield self.sample(position)
 
 
-class DealtLength(Dealt):
+class ShardedLength(Sharded):
     def __len__(self):
         return len(self.own)
 
 
-class DealtState(Dealt):
+class ShardedState(Sharded):
     """Goes on from its state; the iterator is the stream itself."""
 
     position = 0
@@ -370,7 +370,7 @@ class InParts(Base):
     """A stream that goes on from its state, for tests of losses and of what ranks read."""
 
     def dataset(self, split):
-        return DealtState() if split == "train" else super().dataset(split)
+        return ShardedState() if split == "train" else super().dataset(split)
 
 
 def of(stream):
@@ -403,8 +403,8 @@ CASES = {
     "stream-not-seeking-shuffled": (of(NotSeeking), ["data.shuffle_buffer=25"]),
     "stream-buffered": (of(Buffered), []),
     "stream-endless": (of(Endless), ["checkpoint.every=2", "eval_every=4"]),
-    "parts": (of(Dealt), ["data.stream_shards=8"]),
-    "parts-length": (of(DealtLength), ["data.stream_shards=8", "data.num_workers=1"]),
+    "parts": (of(Sharded), ["data.stream_shards=8"]),
+    "parts-length": (of(ShardedLength), ["data.stream_shards=8", "data.num_workers=1"]),
     "parts-state": (InParts, ["data.stream_shards=8", "data.num_workers=2"]),
     "parts-shuffled": (InParts, ["data.stream_shards=4", "data.shuffle_buffer=6"]),
     "parts-hf": (HuggingFaceParts, ["data.stream_shards=8"]),

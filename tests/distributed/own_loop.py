@@ -1,11 +1,13 @@
 """A loop of its own over `ls.steps`, whose ranks die, leave or stop where `OWN_LOOP` says.
 
-`OWN_LOOP` is a JSON list of [slot, step, what]: `die` (once), `break`, `raise`, `change`, or why
-the run is complete. Slot -1 is every rank. Each process writes the steps it has had, one a line.
+`OWN_LOOP` is a JSON list of [slot, step, what]: `die` (once), `break`, `raise`, `refuse`, `exit`,
+`change`, or why the run is complete. Slot -1 is every rank. Each process writes the steps it has had, one a
+line.
 """
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -36,6 +38,10 @@ def main() -> None:
                     dies_once(folder / f"died-{slot}-{number}")
                 elif what == "raise":
                     raise KeyError("of the body")
+                elif what == "refuse":
+                    raise ls.LockstepError("budget.txt: is missing")
+                elif what == "exit":
+                    sys.exit("not good enough")
                 elif what == "change":
                     with torch.no_grad():
                         next(step.model.parameters()).add_(1)

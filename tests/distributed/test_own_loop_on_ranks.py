@@ -101,22 +101,40 @@ def test_losses_around_the_end_of_a_loop(
         assert result(tmp_path / "run")["params_sha256"] == plain.params_sha256
 
 
-@pytest.mark.slow
+REFUSED = f"error: budget.txt: is missing (in {SCRIPT}:"
+EXITED = "its script with exit code 1; their messages are in run/ranks.log\nnot good enough\n"
+
+
 @pytest.mark.parametrize(
-    ("plans", "code", "message"),
+    ("launcher", "plans", "code", "message", "is_saved"),
     [
-        ([[1, 5, "enough"]], 2, "step.stop: the loop's body ends the run on rank 1 for 'enough'"),
-        ([[1, 4, "change"]], 2, "was changed; change it in Task.after_step"),
-        ([[1, 5, "raise"]], 1, "KeyError: 'of the body'"),
+        ("local", [[1, 5, "refuse"]], 2, REFUSED, True),
+        *(
+            pytest.param(launcher, *rest, marks=pytest.mark.slow)
+            for launcher, *rest in (
+                ("local", [[1, 5, "exit"]], 1, EXITED, True),
+                ("mpi", [[1, 5, "refuse"]], 2, REFUSED, True),
+                ("torchrun", [[-1, 5, "refuse"]], 2, REFUSED, True),
+                ("mpi", [[1, 5, "raise"]], 1, "KeyError: 'of the body'", True),
+                ("torchrun", [[1, 5, "raise"]], 1, "KeyError: 'of the body'", True),
+                ("mpi", [[1, 5, "enough"]], 2, "body ends the run on rank 1 for 'enough'", False),
+                ("mpi", [[1, 4, "change"]], 2, "was changed; change it in Task", False),
+            )
+        ),
     ],
 )
 def test_bodies_that_differ(
-    looped: Any, tmp_path: Path, plans: list[Any], code: int, message: str
+    looped: Any,
+    tmp_path: Path,
+    launcher: str,
+    plans: list[Any],
+    code: int,
+    message: str,
+    is_saved: bool,
 ) -> None:
-    done, _ = looped("train", plans, "-n", 2, "--launcher", "mpi")
-    assert (done.returncode, message in done.stderr) == (code, True), done.stdout + done.stderr
-    saved = (tmp_path / "run" / "checkpoints" / "step_00000005").is_dir()
-    assert saved == (code == 1)
+    done, _ = looped("train", plans, "-n", 2, "--launcher", launcher)
+    assert (done.returncode, done.stderr.count(message)) == (code, 1), done.stdout + done.stderr
+    assert (tmp_path / "run" / "checkpoints" / "step_00000005").is_dir() == is_saved
 
 
 SPLIT = """

@@ -51,7 +51,7 @@ class Measured(Points):
         return self.size
 
 
-class Dealt(Points):
+class Sharded(Points):
     """Has parts of four samples; `cut` says which."""
 
     def __init__(self, cut: Any = lambda index, count: range(4 * index, 4 * index + 4)) -> None:
@@ -68,7 +68,7 @@ class Dealt(Points):
             yield torch.full((3,), float(i)), torch.tensor([1.0])
 
 
-class DealtLength(Dealt):
+class ShardedLength(Sharded):
     def __len__(self) -> int:
         return len(self.own)
 
@@ -137,19 +137,19 @@ def order(make: Any) -> type[Base]:
             r"^data\.stream_shards=4: .* has no shard.* the whole stream",
         ),
         (
-            Base(train=Dealt()),
+            Base(train=Sharded()),
             PARTS | {"steps": None},
             r"^steps: must be set, .* parts that have no",
         ),
         (
-            weights([1.0])(train=Dealt()),
+            weights([1.0])(train=Sharded()),
             PARTS,
             r"^Task\.sample_weights: .* is read in parts, which",
         ),
-        (Base(train=Dealt(lambda i, n: None)), PARTS, "returned the dataset itself"),
-        (Base(train=Dealt(lambda i, n: range(20))), PARTS, r"shard\(1, 4\): begins with samples"),
-        (Base(train=Dealt(lambda i, n: range(0))), PARTS, r"shard\(0, 4\): .* empty|no samples"),
-        (Base(train=DealtLength(lambda i, n: range(4 * i, 9))), PARTS, r"shard\(3, 4\): is empty"),
+        (Base(train=Sharded(lambda i, n: None)), PARTS, "returned the dataset itself"),
+        (Base(train=Sharded(lambda i, n: range(20))), PARTS, r"shard\(1, 4\): begins with samples"),
+        (Base(train=Sharded(lambda i, n: range(0))), PARTS, r"shard\(0, 4\): .* empty|no samples"),
+        (Base(train=ShardedLength(lambda i, n: range(4 * i, 9))), PARTS, r"shard\(3, 4\): is emp"),
         (
             Base(val=type("Only", (), {"shard": 0})()),
             {},
@@ -174,8 +174,8 @@ def test_epochs_of_streams_that_say_their_length() -> None:
 
 
 def test_epochs_of_streams_in_parts_end_with_the_longest_microbatch() -> None:
-    dealt = DealtLength(lambda index, count: range(10 * index, 10 * index + 4 + index))
-    parts = assembled(Base(train=dealt), **PARTS, steps=None, epochs=2)
+    sharded = ShardedLength(lambda index, count: range(10 * index, 10 * index + 4 + index))
+    parts = assembled(Base(train=sharded), **PARTS, steps=None, epochs=2)
     # Microbatches of four have parts of 4 + 6 and 5 + 7 samples.
     assert (parts.total_steps, parts.sampler.num_samples) == (6, 22)
     assert [parts.sampler.step_size(step) for step in range(4)] == [8, 8, 6, 8]
@@ -227,7 +227,7 @@ class FromTheSystem(Points):
 
 
 class OnlyOnce(Points):
-    """Is an iterator of its own, which does not begin anew."""
+    """Is an iterator of its own, so it can be read only once."""
 
     position = 0
 

@@ -204,6 +204,29 @@ def test_ranks_over_mpi_that_were_all_killed_while_they_started_are_started_agai
     assert not how_ended(silent, script, time.time(), "mpi").again
 
 
+def test_a_scripts_own_exit_code_counts_where_it_is_no_lost_ranks(tmp_path: Path) -> None:
+    row = {"event": "Finished", "exit_code": 0, "reason": "all steps done"}
+    outcome = Outcome(3, "not good enough", row, tmp_path / "ranks.log", None, met=True)
+    ends = {}
+    for launcher in ("python", "local", "mpi"):
+        for target in (__file__, "digits"):
+            session = Session(str(tmp_path), target=target)
+            ends[launcher, target] = how_ended(outcome, session, time.time(), launcher).exit_code
+    assert {key for key, code in ends.items() if code} == {
+        ("python", __file__),
+        ("local", __file__),
+    }
+    assert {*ends.values()} == {0, 3}
+
+
+def test_a_message_of_a_rank_ends_where_others_or_torchrun_write(tmp_path: Path) -> None:
+    for other in ("error: b.txt: is missing", "E0131 12:00:00.000000 33 api.py:1] failed"):
+        said = f"error: a.txt: is missing\nand more\n{other}\n"
+        outcome = Outcome(1, said, None, tmp_path / "ranks.log", None, met=False)
+        ended = how_ended(outcome, Session(str(tmp_path)), time.time(), "torchrun")
+        assert ended == Ended(2, "a.txt: is missing\nand more")
+
+
 @pytest.mark.parametrize("name", ["run-rescued", "run-rescued-2"])
 def test_the_directory_that_a_run_was_rescued_in_also_shows_why_it_has_ended(
     tmp_path: Path, name: str

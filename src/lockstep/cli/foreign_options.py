@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,21 +66,21 @@ def meant(option: str, args: Sequence[str], options: Sequence[str]) -> str:
     plain = plain_key(name)
     if not plain:
         return ""
-    kinds = [TrainConfig]
-    is_key = plain in keys(TrainConfig)
+    kind = TrainConfig
+    is_key = plain in keys(kind)
     if not is_key:
         if difflib.get_close_matches(name, options, n=1, cutoff=_ALIKE):
             return ""
-        kinds += _own_configs(args)
-        is_key = plain in keys(kinds[-1])
+        kind = _own_config(args) or kind
+        is_key = plain in keys(kind)
     of_script = any(arg.endswith(".py") for arg in args)  # whose own keys are not known
     cutoff = _ALIKE if of_script else _SIMILAR
-    key = plain if is_key else nearest_key(kinds[-1], name, cutoff)
+    key = plain if is_key else nearest_key(kind, name, cutoff)
     if key is None and not of_script:
         return ""
     if key is None:
         return f"{shown}: no such option; if it is a config key of the script: {plain}={value}"
-    if _is_switch(kinds[-1], key) and value.lower() not in _BOOLEANS:
+    if _is_switch(kind, key) and value.lower() not in _BOOLEANS:
         shown, value = f"--{name}", "true"  # what stands behind it is something else
     if is_key:
         return f"{shown}: config keys are written without dashes: {key}={value}"
@@ -103,8 +103,8 @@ def _written(option: str, args: Sequence[str]) -> tuple[str, str, str]:
     return option, option.lstrip("-"), "VALUE"
 
 
-def _own_configs(args: Sequence[str]) -> Iterator[type[TrainConfig]]:
-    """The config class of the recipe, Task or run that is named; of none where that fails.
+def _own_config(args: Sequence[str]) -> type[TrainConfig] | None:
+    """The config class of the recipe, Task or run that is named; None where that fails.
 
     A script is not imported, for it may train as soon as it is.
     """
@@ -117,8 +117,8 @@ def _own_configs(args: Sequence[str]) -> Iterator[type[TrainConfig]]:
             is_run = (Path(arg) / "run.json").is_file()
             target = trusted_target(RunDirectory(Path(arg))) if is_run else arg
             if not is_script(target) and (target in recipe_names() or ".py:" in target):
-                yield task_class(target).Config
-                return
+                return task_class(target).Config
+    return None
 
 
 def _is_switch(kind: type[TrainConfig], key: str) -> bool:

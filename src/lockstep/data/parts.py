@@ -86,7 +86,8 @@ class StreamParts:
             seed: seed of the run.
 
         Raises:
-            DataError: there are fewer parts, or one cannot be read.
+            ConfigError: the dataset knows that it has fewer parts.
+            DataError: a part cannot be read.
         """
         self._dataset = dataset
         self.count = count
@@ -115,7 +116,7 @@ class StreamParts:
         return sum(self.lengths[index] for index in self.of(microbatch))
 
     def part(self, index: int) -> Iterable[Any]:
-        """A part, made anew: one that was read may keep where that ended.
+        """A new object of a part: one that was read may keep where that ended.
 
         Raises:
             DataError: there is no such part, or it cannot be read.

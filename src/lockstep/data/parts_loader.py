@@ -204,9 +204,7 @@ class PartsLoader(BatchSource):
     def stream(
         self, microbatches: Assigned, first_step: int, last_step: int
     ) -> Generator[tuple[int, int, Batch], None, None]:
-        """The microbatches of `microbatches` of steps first_step <= step < last_step, in order.
-
-        Each comes with its step and number; those without samples as None.
+        """See `BatchSource.stream`.
 
         Raises:
             LockstepError: the stream raised it, is empty, or has another length than it says.

@@ -46,7 +46,7 @@ from lockstep.launching.api.session import SESSION, Result, Session, Stopped
 from lockstep.launching.host.output_pump import pumped_output
 from lockstep.launching.host.parent_watch import end_with_launcher
 from lockstep.launching.host.processes import MARK
-from lockstep.launching.rank.early import INTERRUPTED
+from lockstep.launching.rank.early import INTERRUPTED, tell_on_each_rank
 from lockstep.launching.rank.environment import Environment, detect
 from lockstep.launching.rank.join import open_transport
 from lockstep.launching.rank.process import StopRequest, cores_of_host, num_threads, whole_lines
@@ -110,6 +110,8 @@ def steps(
         at = injector(os.environ, environment.rank)
         at("start", 0)
         transport = open_transport(environment, device, TIMEOUT_S, config.start_timeout_s)
+        if environment.world_size > 1:
+            tell_on_each_rank()
         try:
             with naming_kernels():
                 result, exit_code = yield from _steps(

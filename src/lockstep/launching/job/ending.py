@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import re
 import shutil
 import signal
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ TRY_AGAIN = 75
 """The exit code of ranks that could not go on but can be started again (EX_TEMPFAIL)."""
 _MPI_MESSAGES = ("*** Process received signal ***", "*** An error occurred in MPI_Init")
 """Messages of a process that crashes or aborts; mpirun may still end with code 0."""
+
+_OTHERS = re.compile(r"---|prterun|error: |[WE]\d{4} ")
+"""How a line begins that ends a rank's message; torchrun logs as "E0131 12:00:00"."""
 
 _STOPPED = frozenset(EXIT_CODES.values()) - {TRY_AGAIN}
 """Exit codes of runs that were asked to stop."""
@@ -65,13 +69,12 @@ def how_ended(outcome: Outcome, session: Session, since: float, launcher: str) -
     row = _last_row(outcome, said, run_dir, since)
     if row is not None:
         ended = _by_row(row, outcome)
-        message = _of_script(outcome, said, session.target or "") if not ended.exit_code else ""
-        return Ended(outcome.exit_code, message, last=row) if message else ended
+        target = session.target or ""
+        message = "" if ended.exit_code else _of_script(outcome, said, target, launcher)
+        return Ended(_code(outcome, said, launcher), message, last=row) if message else ended
     if outcome.stopped_by is not None:
         return _stopped(outcome, outcome.stopped_by, run_dir)
-    code = outcome.exit_code
-    if said and launcher == "torchrun" and code == 1:  # torchrun's own, whatever the ranks' were
-        code = LockstepError.exit_code
+    code = _code(outcome, said, launcher)
     # Ranks that end with a code and a message of their own would only do so again.
     if outcome.met and code != LockstepError.exit_code and not (said and 0 < code < 128):
         message = f"all ranks have died (exit code {code}); see {outcome.log}"
@@ -100,18 +103,31 @@ def _by_row(row: dict[str, Any], outcome: Outcome) -> Ended:
     return Ended(code, message, again, row)
 
 
-def _of_script(outcome: Outcome, said: str, target: str) -> str:
+def _of_script(outcome: Outcome, said: str, target: str, launcher: str) -> str:
     """How a script has failed beside its run, which has ended in order; empty if it has not.
 
-    The body of a loop over `lockstep.steps` may raise an exception, or code after the run.
+    The body of a loop over `lockstep.steps`, or code after the run, may raise an exception.
     """
-    if not is_script(target):
+    code = outcome.exit_code
+    if not (code and is_script(target)):
         return ""
-    code, raised = outcome.exit_code, _traceback(outcome.stderr_tail)
-    if code == 1 and raised:
-        return f"the run has ended in order, and its script with an exception:\n{raised}"
     # The place is in no message of a rank that the others have refused.
-    return said if code == LockstepError.exit_code and f"(in {target}:" in said else ""
+    if f"(in {target}:" in said:
+        return said
+    if code == 1 and (raised := _traceback(outcome.stderr_tail)):
+        return f"the run has ended in order, and its script with an exception:\n{raised}"
+    # Of other launchers the code may be that of a rank which the others have survived.
+    if launcher in ("python", "local") and code < 128:
+        where = _where_to_look(outcome)
+        return f"the run has ended in order, and its script with exit code {code}; {where}"
+    return ""
+
+
+def _code(outcome: Outcome, said: str, launcher: str) -> int:
+    """The exit code of ranks, of which one has said why."""
+    if said and launcher == "torchrun" and outcome.exit_code == 1:
+        return LockstepError.exit_code  # 1 is torchrun's own, whatever the ranks' were
+    return outcome.exit_code
 
 
 def _stopped(outcome: Outcome, stopped_by: signal.Signals, run_dir: Path) -> Ended:
@@ -204,14 +220,14 @@ def _own_message(stderr: str) -> str:
 
 def _traceback(stderr: str) -> str:
     """The newest traceback that a rank printed; empty without one."""
-    lines = stderr.splitlines()
+    # torch.distributed puts the rank before each line.
+    lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in stderr.splitlines()]
     heads = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call")]
-    return _written_from(lines, heads[-1]) if heads else ""
+    own = [i for i in heads if "host/torchrun.py" not in "".join(lines[i + 1 : i + 2])]
+    return _written_from(lines, own[-1]) if own else ""
 
 
 def _written_from(lines: list[str], first: int) -> str:
-    """The lines from one on, up to what launchers print."""
-    rest = lines[first + 1 :]
-    ends = ("---", "W1", "E1", "prterun")
-    own = itertools.takewhile(lambda line: line and not line.startswith(ends), rest)
+    """The lines from one on, up to what launchers or other ranks print."""
+    own = itertools.takewhile(lambda line: line and not _OTHERS.match(line), lines[first + 1 :])
     return "\n".join([lines[first], *own])

@@ -135,6 +135,15 @@ def begin_training() -> None:
         sys.excepthook = _say_error
 
 
+def tell_on_each_rank() -> None:
+    """From here on, an error of the script's own is told by each rank that raises it.
+
+    Before the ranks have met, all raise the same error; after that, one may be the only one.
+    """
+    if getattr(sys.excepthook, "func", None) is not _say_alone:
+        sys.excepthook = partial(_say_alone, sys.excepthook)
+
+
 def _is_ours() -> bool:
     """Whether this is the main thread of a program without a prompt."""
     is_main = threading.current_thread() is threading.main_thread()
@@ -176,6 +185,20 @@ def _say_error(
     with contextlib.redirect_stderr(sys.__stderr__):
         tell(error, _place(trace) if error.rank is None else "")
     raise SystemExit(error.exit_code)
+
+
+def _say_alone(
+    say: Callable[[type[BaseException], BaseException, TracebackType | None], object],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """Shows an exception by `say`, which may be a hook of torch.distributed around ours."""
+    from lockstep.errors import LockstepError, alone
+
+    if isinstance(error, LockstepError) and error.rank is None:
+        alone(error)
+    say(kind, error, trace)
 
 
 def _place(trace: TracebackType | None) -> str:
