@@ -63,6 +63,7 @@ def test_a_marked_model_is_the_model_it_was() -> None:
         (lambda m: ls.nn.units(m, [""]), "units: the whole model cannot be a unit"),
         (lambda m: ls.nn.units(m.mixed[0]), "units: the Linear has no ModuleList or Sequential of"),
         (lambda m: ls.nn.stages(m, "layers"), "stages: 'layers': no module has such a name; there"),
+        (lambda m: ls.nn.stages(m, "d*p"), "'d*p' is a pattern; name one of the rows deep"),
         (lambda m: ls.nn.stages(m, "one"), "stages: one is no ModuleList or Sequential of"),
         (lambda m: ls.nn.stages(m, "mixed"), "for stages write a lockstep.nn.Pipeline"),
         (lambda m: ls.nn.stages(ls.nn.units(m), "deep"), "is a row of blocks already"),

@@ -68,6 +68,7 @@ class ModuleRow(Row):
             uses: positions in which each parameter is used, by its id.
         """
         named = list(self._model.named_parameters(remove_duplicate=False))
+        self._by_name = {unit: number for number, unit in enumerate(self.units)}
         self._order = list(order)
         self._positions = {unit: 2 * place + 1 for place, unit in enumerate(order)}
         self._outside = {n: outside.get(n, 0) for n, _ in named if self._unit_of(n) is None}
@@ -90,9 +91,9 @@ class ModuleRow(Row):
             self.axis = DepthAxis([Range(0, self.num_blocks)])
 
     def _unit_of(self, name: str) -> int | None:
-        dotted = f"{name}."
-        units = enumerate(self.units)
-        return next((number for number, unit in units if dotted.startswith(f"{unit}.")), None)
+        while name and name not in self._by_name:
+            name = name.rpartition(".")[0]
+        return self._by_name.get(name)
 
     @property
     def module(self) -> nn.Module:
