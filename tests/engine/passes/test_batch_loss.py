@@ -316,9 +316,16 @@ class Infinite(Contrast):
         return ls.Loss(loss.sum / (len(outputs["z"]) < 48), loss.weight, loss.metrics)
 
 
+class OtherMetrics(Contrast):
+    def batch_loss(self, outputs: Any, batch: Any) -> ls.Loss:
+        loss = super().batch_loss(outputs, batch)
+        return loss if len(outputs["z"]) < 48 else ls.Loss(loss.sum, loss.weight)
+
+
 @pytest.mark.parametrize(
     ("task", "message"),
     [
+        (OtherMetrics, r"Task\.batch_loss: returned metrics \[\], earlier it returned \['pairs'\]"),
         (Remembers, r"step 0: gave another result when it was repeated.*task\.labels"),
         (Vector, r"Task\.batch_loss: Loss\.sum must be a scalar.*shape \(10,\); sum the loss"),
         (Tensors, r"Task\.batch_loss: must return lockstep\.Loss.*returned a Tensor"),
