@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from tests.nn.unit_models import Block, Decoder
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import lockstep as ls
+from lockstep.data.random import kept_generators, seed_all
 from lockstep.errors import TaskError
 from lockstep.nn.module_row import ModuleRow
 from lockstep.nn.row import row_of
@@ -51,6 +53,42 @@ def test_a_marked_model_is_the_model_it_was() -> None:
     assert torch.equal(model(tokens)["logits"], before)
 
 
+class Dropping(nn.Module):
+    """Calls blocks with dropout in any order, and may keep no activations of them."""
+
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.5)) for _ in range(3)
+        )
+        self.recomputes = recomputes
+
+    def forward(self, x: Tensor, order: Sequence[int]) -> Tensor:
+        for number in order:
+            block = self.blocks[number]
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x))
+        return x
+
+
+def test_activations_are_computed_again_with_the_same_random_numbers() -> None:
+    """In passes that are traced, in those after, and in ones that go another way."""
+    gradients: dict[bool, list[Tensor]] = {}
+    for recomputes in (False, True):
+        with kept_generators():
+            seed_all(1)
+            model = ls.nn.stages(Dropping(recomputes), "blocks")
+            row = row_of(model)
+            assert isinstance(row, ModuleRow)
+            row.install()
+            for order in ([2, 1, 0], [2, 1, 0], [0, 1, 2], [2, 1, 1, 0]):
+                seed_all(2)
+                model(torch.ones(8, 4, requires_grad=True), order).square().sum().backward()
+                row.settle()
+            gradients[recomputes] = [p.grad for p in model.parameters() if p.grad is not None]
+    for kept, again in zip(gradients[False], gradients[True], strict=True):
+        torch.testing.assert_close(kept, again)
+
+
 @pytest.mark.parametrize(
     ("mark", "words"),
     [
@@ -63,6 +101,7 @@ def test_a_marked_model_is_the_model_it_was() -> None:
         (lambda m: ls.nn.units(m, [""]), "units: the whole model cannot be a unit"),
         (lambda m: ls.nn.units(m.mixed[0]), "units: the Linear has no ModuleList or Sequential of"),
         (lambda m: ls.nn.stages(m, "layers"), "stages: 'layers': no module has such a name; there"),
+        (lambda m: ls.nn.stages(m, "d*p"), "'d*p' is a pattern; name one of the rows deep"),
         (lambda m: ls.nn.stages(m, "one"), "stages: one is no ModuleList or Sequential of"),
         (lambda m: ls.nn.stages(m, "mixed"), "for stages write a lockstep.nn.Pipeline"),
         (lambda m: ls.nn.stages(ls.nn.units(m), "deep"), "is a row of blocks already"),

@@ -184,8 +184,9 @@ def shared_texts(
         mine = [
             EnvironError.__name__,
             f"rank {transport.rank} is out of memory: {str(error).partition(chr(10))[0]}; more "
-            "microbatches (num_microbatches) or activation_checkpointing lower what activations "
-            "take, and sharding what parameters, gradients and optimizer state take",
+            "microbatches (num_microbatches; with a Task.batch_loss, batch_loss.recompute=true) or "
+            "activation_checkpointing lower what activations take, and sharding what parameters, "
+            "gradients and optimizer state take",
         ]
         _release(error)
     elif error is not None:

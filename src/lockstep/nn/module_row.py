@@ -68,6 +68,7 @@ class ModuleRow(Row):
             uses: positions in which each parameter is used, by its id.
         """
         named = list(self._model.named_parameters(remove_duplicate=False))
+        self._by_name = {unit: number for number, unit in enumerate(self.units)}
         self._order = list(order)
         self._positions = {unit: 2 * place + 1 for place, unit in enumerate(order)}
         self._outside = {n: outside.get(n, 0) for n, _ in named if self._unit_of(n) is None}
@@ -90,9 +91,9 @@ class ModuleRow(Row):
             self.axis = DepthAxis([Range(0, self.num_blocks)])
 
     def _unit_of(self, name: str) -> int | None:
-        dotted = f"{name}."
-        units = enumerate(self.units)
-        return next((number for number, unit in units if dotted.startswith(f"{unit}.")), None)
+        while name and name not in self._by_name:
+            name = name.rpartition(".")[0]
+        return self._by_name.get(name)
 
     @property
     def module(self) -> nn.Module:
@@ -245,8 +246,8 @@ class ModuleRow(Row):
         """The forward pass of a unit, or in its place what an earlier stage has made of it."""
         if not self._is_running or self.axis is None:
             # Activations are computed again: with the random numbers of the first time.
-            if self.axis is not None and self.has_stages:
-                self._seed(self._positions[unit])
+            if self.axis is not None:
+                self._seed()
             return forward(*args, **kwargs)
         place = self._next
         position, is_skipped = 2 * place + 1, False
@@ -254,6 +255,7 @@ class ModuleRow(Row):
             self._trace.passes[-1].append(unit)
         elif self._order[place : place + 1] != [unit]:
             self._lose_track(f"calls {self.units[unit]} out of turn")
+            self._seed()
             return forward(*args, **kwargs)
         else:
             is_skipped = self._numbers[position] < self.axis.own.first
@@ -270,8 +272,8 @@ class ModuleRow(Row):
     def _enter(self, position: int) -> None:
         if self._trace is not None:
             self._trace.position = position
-        if self.has_stages and position > 0:
-            self._seed(position)
+        if position > 0:
+            self._seed()
         number = self._numbers.get(position)
         if number is None or not self._is_own(number):
             return
@@ -303,9 +305,13 @@ class ModuleRow(Row):
         assert self.axis is not None
         return number in range(*self.axis.own)
 
-    def _seed(self, position: int) -> None:
-        """Make random numbers depend on the position, and not on what earlier ones have drawn."""
-        seed_all(random_key(torch.initial_seed(), Stream.BLOCKS, position))
+    def _seed(self) -> None:
+        """Make random numbers of stages depend on the position, not on what others have drawn.
+
+        Each seed is made of the last one, which `torch.utils.checkpoint` restores with the state.
+        """
+        if self.has_stages:
+            seed_all(random_key(torch.initial_seed(), Stream.BLOCKS))
 
     def _outputs_before(self, unit: int) -> Any:
         """What the stage before has sent, as a unit returns it."""

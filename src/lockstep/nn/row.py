@@ -194,9 +194,10 @@ def row_of(model: nn.Module) -> Row | None:
 
 def set_row(model: nn.Module, row: Row | None) -> None:
     """Have `row_of` give this for a model; None for nothing."""
-    model.__dict__[_ROW] = row
     if row is None:
-        del model.__dict__[_ROW]
+        model.__dict__.pop(_ROW, None)
+    else:
+        model.__dict__[_ROW] = row
 
 
 def boundary(x: Tensor, descend: Callable[[], None] | None = None) -> Tensor:

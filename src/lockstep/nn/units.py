@@ -76,11 +76,12 @@ def stages(model: _Model, row: str) -> _Model:
     Raises:
         TaskError: there is no such row, or its modules are not alike.
     """
-    [name, *_] = _matching(model, row, "stages")
-    items = _items(model, name, "stages")
-    if items == [name]:
+    if _matching(model, row, "stages") != [row]:
+        raise TaskError(f"stages: {row!r} is a pattern; name one of {_rows_named(model)}")
+    items = _items(model, row, "stages")
+    if items == [row]:
         raise TaskError(
-            f"stages: {name} is no ModuleList or Sequential of at least {_FEWEST} modules; there "
+            f"stages: {row} is no ModuleList or Sequential of at least {_FEWEST} modules; there "
             f"are {_rows_named(model)}"
         )
     return _marked(model, items, "stages", has_stages=True)

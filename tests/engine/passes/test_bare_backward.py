@@ -137,7 +137,7 @@ def test_who_watched_before_the_import_is_called(
     spec = importlib.util.find_spec(bare_backward.__name__)
     assert spec is not None
     assert spec.loader is not None
-    anew = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(anew)
-    anew.backward(loss_of(model()))
+    imported_again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(imported_again)
+    imported_again.backward(loss_of(model()))
     assert seen == [name]

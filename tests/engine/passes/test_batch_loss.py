@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +16,7 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 
 import lockstep as ls
 from lockstep.engine.passes.batch_loss import check_batch_loss_fits
-from lockstep.engine.passes.rows import Rows, gather
+from lockstep.engine.passes.rows import Rows, Ungathered, gather
 from lockstep.engine.step.model import build_model
 from lockstep.engine.training_data import training_data
 from lockstep.errors import ConfigError, LockstepError, TaskError
@@ -150,10 +152,27 @@ class Reading(Contrast):
         return super().batch_loss(outputs, (None, batch["labels"]))
 
 
+READS: dict[str, Callable[[Any], object]] = {
+    "an item": lambda left: left[0],
+    "its length": lambda left: len(left),
+    "operand": lambda left: 2 - left,
+    "number": lambda left: math.log(left),
+    "tensor's operand": lambda left: torch.ones(2) / left,
+    "argument": lambda left: torch.full((2,), left),
+    "in a list": lambda left: torch.stack([torch.ones(()), left]),
+}
+
+
 class ReadsNames(Reading):
     def batch_loss(self, outputs: Any, batch: Any) -> ls.Loss:
         assert batch["names"][0]
         return super().batch_loss(outputs, batch)
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_any_use_of_what_is_not_gathered_is_refused(read: Callable[[Any], object]) -> None:
+    with pytest.raises(TaskError, match=r"reads batch\['n'\] \(int\), which has no row"):
+        read(Ungathered("batch['n']", "int"))
 
 
 def test_what_is_not_read_of_a_batch_is_not_gathered(tmp_path: Path) -> None:
@@ -165,7 +184,7 @@ def test_what_is_not_read_of_a_batch_is_not_gathered(tmp_path: Path) -> None:
     _, loader, _ = training_data(task, config, torch.device("cpu"))
     assert torch.equal(labels, loader.microbatch(0, 0)[1]), "all rows, in order"
     assert (device, shape) == ("meta", (48, 6))
-    with pytest.raises(TaskError, match=r"reads batch\['names'\], a list without a row"):
+    with pytest.raises(TaskError, match=r"reads batch\['names'\] \(list\), which has no row"):
         train(ReadsNames, tmp_path / "names", steps=1)
 
 
@@ -297,9 +316,16 @@ class Infinite(Contrast):
         return ls.Loss(loss.sum / (len(outputs["z"]) < 48), loss.weight, loss.metrics)
 
 
+class OtherMetrics(Contrast):
+    def batch_loss(self, outputs: Any, batch: Any) -> ls.Loss:
+        loss = super().batch_loss(outputs, batch)
+        return loss if len(outputs["z"]) < 48 else ls.Loss(loss.sum, loss.weight)
+
+
 @pytest.mark.parametrize(
     ("task", "message"),
     [
+        (OtherMetrics, r"Task\.batch_loss: returned metrics \[\], earlier it returned \['pairs'\]"),
         (Remembers, r"step 0: gave another result when it was repeated.*task\.labels"),
         (Vector, r"Task\.batch_loss: Loss\.sum must be a scalar.*shape \(10,\); sum the loss"),
         (Tensors, r"Task\.batch_loss: must return lockstep\.Loss.*returned a Tensor"),

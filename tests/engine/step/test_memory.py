@@ -131,6 +131,18 @@ def test_what_workers_keep_is_counted(monkeypatch) -> None:
         memory.check_memory(config, model, flat, sgd, 1, can_regroup=True, inner=adam)
 
 
+def test_outputs_of_the_whole_batch_are_counted(monkeypatch) -> None:
+    """With them no more than the optimizer's state can be in slices."""
+    model, flat = parts()
+    adam, config = optim.Adam(model.parameters()), TrainConfig(num_microbatches=8)
+    alone = memory.Needs(config, flat, adam, False).of("none", 1)
+    assert memory.Needs(config, flat, adam, False, gathered=MIB).of("none", 1) == alone + MIB
+    monkeypatch.setattr(memory, "memory_limits", lambda: iter([("here", 16 * MIB)]))
+    with pytest.raises(ConfigError, match=r"state and 0\.01 GiB of gathered.*batch_size") as caught:
+        memory.check_memory(config, model, flat, adam, 1, can_regroup=True, gathered=6 * MIB)
+    assert "sharding=optimizer optimizer.buddy=false needs 0.02 GiB on each of" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("compression", "num_copies", "num_errors"),
     [

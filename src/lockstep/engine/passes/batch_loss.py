@@ -20,7 +20,7 @@ from lockstep.config import TrainConfig
 from lockstep.data.random import kept_generators
 from lockstep.engine.passes.local_steps import with_gradients
 from lockstep.engine.passes.loss_checks import check_has_gradient, check_loss, described
-from lockstep.engine.passes.rows import Gathered, RowLayout, Rows, flattened, paths, plain
+from lockstep.engine.passes.rows import BatchStructure, Gathered, Rows, flattened, paths, plain
 from lockstep.engine.task import Loss, Task, has_batch_loss, has_carry, has_lookups
 from lockstep.errors import ConfigError, TaskError
 from lockstep.parallel.layout import Range
@@ -99,11 +99,9 @@ class WholeLoss(NamedTuple):
         zero = torch.zeros((), device=outputs[0].device)
         return with_gradients(zero, [g for _, g in pairs], [t for t, _ in pairs])
 
-    def weight_of(self, microbatch: int) -> float:
-        """The part of the weight that a microbatch's changes of buffers count with."""
-        place, weight = self.places[microbatch], self.loss.weight
-        whole = float(weight.detach() if isinstance(weight, Tensor) else weight)
-        return whole * (len(place) / self.num_rows)
+    def share(self, microbatch: int) -> float:
+        """The part of the samples that a microbatch has, with which its buffers' changes count."""
+        return len(self.places[microbatch]) / self.num_rows
 
     @property
     def bearer(self) -> int:
@@ -129,12 +127,12 @@ class BatchLoss:
             autocast: context of forward passes.
         """
         self._task, self._model, self._autocast = task, model, autocast
-        self._layout: RowLayout | None = None
+        self._structure: BatchStructure | None = None
 
     @property
     def names(self) -> list[str]:
         """See the class."""
-        return self._layout.names if self._layout is not None else []
+        return self._structure.names if self._structure is not None else []
 
     def kept_bytes(self, batch_size: int) -> int:
         """The most that a rank needs for the rows of a whole batch: as sent, whole, and gradients.
@@ -142,7 +140,7 @@ class BatchLoss:
         Args:
             batch_size: samples of the global batch.
         """
-        kinds = self._layout.kinds if self._layout is not None else []
+        kinds = self._structure.kinds if self._structure is not None else []
         return 3 * sum(kind.num_bytes(batch_size) for kind in kinds)
 
     def rows(self, batch: Any) -> Rows:
@@ -153,10 +151,10 @@ class BatchLoss:
         """
         outputs = self._task.outputs(self._model, batch)
         _check_outputs(outputs, batch)
-        if self._layout is None:
+        if self._structure is None:
             with kept_generators():
-                self._layout = RowLayout(outputs, batch, self._task.batch_loss)
-        return self._layout.rows(outputs, batch)
+                self._structure = BatchStructure(outputs, batch, self._task.batch_loss)
+        return self._structure.rows(outputs, batch)
 
     def alone(self, rows: Rows) -> Loss:
         """The loss over one microbatch, as if it were the whole batch, with a graph."""
@@ -177,8 +175,8 @@ class BatchLoss:
         Raises:
             TaskError: the loss is not what it must be, or reads a parameter.
         """
-        assert self._layout is not None, "the trial has computed outputs"
-        outputs, batch = self._layout.trees(gathered.tensors)
+        assert self._structure is not None, "the trial has computed outputs"
+        outputs, batch = self._structure.trees(gathered.tensors)
         with self._autocast():
             loss: Loss = self._task.batch_loss(outputs, batch)
         check_loss(WHERE, loss)
@@ -191,7 +189,7 @@ class BatchLoss:
                     "once for each rank; return it from Task.outputs, once for each sample: "
                     "`parameter.expand(len(batch), …)`"
                 )
-        made = [t.grad for t in gathered.tensors[: self._layout.num_outputs]]
+        made = [t.grad for t in gathered.tensors[: self._structure.num_outputs]]
         value = Loss(loss.sum.detach(), loss.weight, loss.metrics)
         return WholeLoss(value, made, gathered.places, gathered.num_rows)
 
@@ -203,16 +201,17 @@ def _check_outputs(outputs: Any, batch: Any) -> None:
         TaskError: naming one.
     """
     leaves, _ = flattened(outputs)
-    for path, leaf in zip(paths(outputs, "outputs"), leaves, strict=True):
+    for number, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not leaf.dim():
             raise TaskError(
-                f"Task.outputs: {path} is {described(leaf)}; it must return tensors whose first "
-                "dimension is the samples, or dicts, lists and tuples of them"
+                f"Task.outputs: {paths(outputs, 'outputs')[number]} is {described(leaf)}; it must "
+                "return tensors whose first dimension is the samples, or dicts, lists and tuples "
+                "of them"
             )
         if len(leaf) != len(leaves[0]):
             raise TaskError(
-                f"Task.outputs: {path} has {len(leaf)} rows, others have {len(leaves[0])}; each "
-                "must have a row for each sample"
+                f"Task.outputs: {paths(outputs, 'outputs')[number]} has {len(leaf)} rows, others "
+                f"have {len(leaves[0])}; each must have a row for each sample"
             )
     if not leaves:
         raise TaskError("Task.outputs: returned no tensors; return what Task.batch_loss needs")

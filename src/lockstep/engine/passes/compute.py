@@ -117,7 +117,7 @@ class Compute:
             return loss
         if self.batch_loss is not None:
             loss = self._alone(self.batch_loss, step, microbatch, batch)
-            self._check(phase, loss)
+            self._check_metrics(phase, loss)
             return loss
         with self._open(), self._autocast():
             if self.has_carry:
@@ -208,7 +208,7 @@ class Compute:
         self._check_metrics(phase, loss)
 
     def _check_metrics(self, phase: Phase, loss: Loss) -> None:
-        where = place(phase)
+        where = place(phase) if self.batch_loss is None else WHERE
         found = tuple(sorted(loss.metrics))
         names = self._metrics.setdefault(phase.name, found)
         if found != names:

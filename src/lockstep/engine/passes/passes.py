@@ -219,16 +219,16 @@ class Passes:
         watch.communication_s += watch.lap()
         whole = self._compute.over_batch(batch_loss, step, gathered, self._loss_scale.value)
         values = copied(self._compute.scalars(step, whole.loss))()
+        weight = values[1]
         for microbatch in numbers:
             one, passed = made.pop(microbatch), None
             if one is not None:
                 passed = one.passed or self._passed_again(batch_loss, step, microbatch, one)
-                is_bearer = microbatch == whole.bearer
                 self._compute.enter_backward(step, microbatch)
                 passed.take(
                     whole.of(microbatch, one.rows.outputs),
-                    values if is_bearer else [0.0] * self.num_scalars,
-                    whole.weight_of(microbatch),
+                    values if microbatch == whole.bearer else [0.0] * self.num_scalars,
+                    weight * whole.share(microbatch),
                 )
             self._backward_pass(step, microbatch, passed, sums, completes=True)
             watch.compute_s += watch.lap()

@@ -197,7 +197,7 @@ def _check_carry_arguments(task: Task) -> None:
         if not callable(method) or not _can_bind(signature(method), 2):
             raise TaskError(
                 f"{type(task).__name__}.{name}: must be a method that takes (model, batch)"
-                + ("; each batch of an evaluation begins anew" if name == "evaluate" else "")
+                + ("; evaluation batches start with a new carry" if name == "evaluate" else "")
             )
 
 

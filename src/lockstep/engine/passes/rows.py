@@ -32,7 +32,7 @@ from lockstep.parallel.fold import ALIGNMENT
 from lockstep.parallel.layout import Range
 
 
-class Kind(NamedTuple):
+class RowKind(NamedTuple):
     """What the rows of a tensor are; it travels as JSON.
 
     Attributes:
@@ -44,7 +44,7 @@ class Kind(NamedTuple):
     shape: list[int]
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Kind:
+    def of(cls, tensor: Tensor) -> RowKind:
         """Of a tensor whose first dimension is its rows."""
         return cls(str(tensor.dtype).removeprefix("torch."), list(tensor.shape[1:]))
 
@@ -71,12 +71,20 @@ class Ungathered:
 
     def _refuse(self, *args: Any) -> NoReturn:
         raise TaskError(
-            f"Task.batch_loss: reads {self._path}, a {self._what} without a row for each sample, "
-            "which is not gathered from the microbatches; make it a tensor whose first dimension "
-            "is the samples, in dataset or collate, or return what the loss needs from Task.outputs"
+            f"Task.batch_loss: reads {self._path} ({self._what}), which has no row for each sample "
+            "and is not gathered from the microbatches; make it a tensor whose first dimension is "
+            "the samples, in dataset or collate, or return what the loss needs from Task.outputs"
         )
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        next(x for x in tree_leaves((args, kwargs)) if isinstance(x, cls))._refuse()
+
+    # Python looks operators up in the class, past `__getattr__`.
     __getattr__ = __iter__ = __len__ = __getitem__ = __bool__ = __call__ = __eq__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __int__ = __float__ = __index__ = __neg__ = _refuse
+    __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = _refuse
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rpow__ = _refuse
     __hash__ = object.__hash__
 
 
@@ -123,7 +131,7 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-class RowLayout:
+class BatchStructure:
     """The structure of outputs and batches, as those of the first microbatch have it.
 
     Attributes:
@@ -142,8 +150,8 @@ class RowLayout:
         leaves, self._outputs = flattened(outputs)
         parts, self._batch = flattened(batch)
         in_batch, num_rows = paths(batch, "batch"), len(leaves[0])
-        self._others: list[Kind | Ungathered] = [
-            Kind.of(part) if _has_rows(part, num_rows) else Ungathered(path, type(part).__name__)
+        self._others: list[RowKind | Ungathered] = [
+            RowKind.of(part) if _has_rows(part, num_rows) else Ungathered(path, type(part).__name__)
             for part, path in zip(parts, in_batch, strict=True)
         ]
         # Copies, since the loss may change what it is given.
@@ -159,7 +167,7 @@ class RowLayout:
             )
         self._read = [i for i, copy in enumerate(copies) if id(copy) in noted.found]
         self.names = paths(outputs, "outputs") + [in_batch[i] for i in self._read]
-        self.kinds = [Kind.of(t) for t in (*leaves, *(parts[i] for i in self._read))]
+        self.kinds = [RowKind.of(t) for t in (*leaves, *(parts[i] for i in self._read))]
 
     @property
     def num_outputs(self) -> int:
@@ -279,7 +287,8 @@ def gather(
     """
     tensors = {m: rows.all for m, rows in own.items() if rows is not None}
     about = [
-        [m, len(of[0]), [[*Kind.of(t), t.requires_grad] for t in of]] for m, of in tensors.items()
+        [m, len(of[0]), [[*RowKind.of(t), t.requires_grad] for t in of]]
+        for m, of in tensors.items()
     ]
     failure, texts = shared_texts(transport, error, json.dumps(about))
     if failure is not None:
@@ -322,16 +331,16 @@ class _Known(NamedTuple):
 
     microbatch: int
     num_rows: int
-    kinds: list[Kind]
+    kinds: list[RowKind]
     has_gradient: list[bool]
 
     @classmethod
     def of(cls, values: list[Any]) -> _Known:
         microbatch, num_rows, kinds = values
-        return cls(microbatch, num_rows, [Kind(*k[:2]) for k in kinds], [k[2] for k in kinds])
+        return cls(microbatch, num_rows, [RowKind(*k[:2]) for k in kinds], [k[2] for k in kinds])
 
 
-def _common(known: Sequence[_Known], names: Sequence[str]) -> list[Kind]:
+def _common(known: Sequence[_Known], names: Sequence[str]) -> list[RowKind]:
     """The kinds of rows that all microbatches have.
 
     Raises:
@@ -349,7 +358,7 @@ def _common(known: Sequence[_Known], names: Sequence[str]) -> list[Kind]:
     return first.kinds
 
 
-def _sections(packed: Tensor, kinds: Sequence[Kind], of: Sequence[_Known]) -> list[Tensor]:
+def _sections(packed: Tensor, kinds: Sequence[RowKind], of: Sequence[_Known]) -> list[Tensor]:
     """The tensors that lie one behind the other in the bytes of a rank."""
     num_rows = sum(one.num_rows for one in of)
     sizes = [kind.num_bytes(num_rows) for kind in kinds]

@@ -188,6 +188,8 @@ def check_memory(
     lean = Needs(config, flat, optimizer, False, has_phases, gathered=gathered)
     has_blocks = row_of(model) is not None or rows_in(model)
     kind: Sharding = "parameters" if has_blocks else "gradients"
+    if gathered:  # does not go with more
+        kind = "optimizer"
     enough = (n for n in range(num_ranks, _MOST_RANKS) if lean.of(kind, n) <= available)
     number = next(enough, None)
     remedy = "use a smaller model, or give ranks more memory"
@@ -198,6 +200,8 @@ def check_memory(
             f"sharding={kind} optimizer.buddy=false needs {_gib(lean.of(kind, number))} on each of "
             f"{number} ranks"
         )
+    if gathered:
+        remedy = f"{remedy}; or set a smaller batch_size"
     for key in ("carry.buddy", "compression.error_feedback"):
         thin = Needs(
             override(config, [f"{key}=false"]),
@@ -211,10 +215,12 @@ def check_memory(
         less = thin.of(sharding, num_ranks)
         if less <= available:
             remedy = f"{remedy}; {key}=false needs {_gib(less)}"
+    kept = "parameters, gradients and optimizer state"
+    if gathered:
+        kept = f"parameters, gradients, optimizer state and {_gib(gathered)} of gathered outputs"
     raise ConfigError(
-        f"memory: a rank needs at least {_gib(needed)} for parameters, gradients and optimizer "
-        f"state (sharding={sharding}, world size {num_ranks}), and has {_gib(available)} "
-        f"({limit}); {remedy}"
+        f"memory: a rank needs at least {_gib(needed)} for {kept} (sharding={sharding}, world size "
+        f"{num_ranks}), and has {_gib(available)} ({limit}); {remedy}"
     )
 
 

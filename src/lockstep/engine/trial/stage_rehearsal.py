@@ -60,10 +60,12 @@ class StageRehearsal:
         except LockstepError:
             raise
         except Exception as error:
-            raise TaskError(f"{elsewhere('Task.loss')} ({type(error).__name__}: {error})") from None
+            raise TaskError(
+                f"{differs_on_stages('Task.loss')} ({type(error).__name__}: {error})"
+            ) from None
         finally:
             self._row.axis = usual
-        raise TaskError(elsewhere("Task.loss"))
+        raise TaskError(differs_on_stages("Task.loss"))
 
     @contextmanager
     def _only(self, own: Range) -> Iterator[None]:
@@ -81,7 +83,7 @@ class StageRehearsal:
                 parameter.data.copy_(content)
 
 
-def elsewhere(what: str) -> str:
+def differs_on_stages(what: str) -> str:
     """The error message about a result that differs on stages."""
     return (
         f"{what} differs when blocks are computed by stages (mesh.pp), each with its own "

@@ -43,7 +43,7 @@ from lockstep.engine.trial.outcome import (
     check_rehearsed,
     read_on_other_rank,
 )
-from lockstep.engine.trial.stage_rehearsal import StageRehearsal, elsewhere
+from lockstep.engine.trial.stage_rehearsal import StageRehearsal, differs_on_stages
 from lockstep.errors import TaskError
 
 
@@ -104,7 +104,7 @@ class Trial:
         self._named = list(zip([e.name for e in flat.entries], flat.tensors, strict=True))
 
     def repeat(self) -> None:
-        """Compute the first microbatch of each phase once more, for who watches the model."""
+        """Compute the first microbatch of each phase once more, for what watches the model."""
         for step in self._compute.phases.first_steps:
             self._run(step)
 
@@ -119,7 +119,7 @@ class Trial:
         """
         self._stages = rehearsal
         for step, expected in self._by_step.items():
-            check_rehearsed(self._where(step), expected, self._run(step), elsewhere)
+            check_rehearsed(self._where(step), expected, self._run(step), differs_on_stages)
         self._stages = None
 
     def _where(self, step: int) -> str:
