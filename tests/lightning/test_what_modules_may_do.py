@@ -1,5 +1,6 @@
 """What Lockstep cannot honour of a LightningModule is refused by name; its keys are typed."""
 
+import csv
 import re
 import shutil
 from pathlib import Path
@@ -240,6 +241,24 @@ def test_hooks_see_where_the_run_is(tmp_path):
         ("on_train_epoch_end", 0, 4), ("on_train_epoch_start", 1, 4),
         ("on_train_epoch_end", 1, 8), ("on_train_epoch_start", 2, 8), ("on_train_end", 2, 8),
     ]  # fmt: skip
+
+
+def test_a_task_may_be_trained_again_beside_its_first_model(tmp_path):
+    def logs_norm(self):
+        self.log("norm", sum(float(p.detach().norm()) for p in self.parameters()))
+
+    task = ls.from_lightning(a("Measuring", on_validation_epoch_end=logs_norm)(), epochs=2)
+    folders = tmp_path / "first", tmp_path / "second"
+    results = [ls.train(task, run_dir=folder, quiet=True) for folder in folders]
+    assert results[0].model is not results[1].model
+    norms = [_logged(folder, "norm") for folder in folders]
+    assert len({*norms[0]}) == 2
+    assert norms[0] == norms[1]
+
+
+def _logged(run_dir, name):
+    with (run_dir / "metrics.csv").open() as file:
+        return [row[name] for row in csv.DictReader(file) if row["split"] == "val"]
 
 
 def test_lightning_is_imported_by_files_of_users_only():

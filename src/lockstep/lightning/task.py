@@ -141,8 +141,7 @@ class LightningTask(Task):
     def build_model(self) -> nn.Module:
         """A new module, after `prepare_data`, `setup("fit")` and `configure_model`."""
         module = self._made()
-        if self._module() is None:
-            self._module = weakref.ref(module)
+        self._module = weakref.ref(module)
         return module  # type: ignore[no-any-return]
 
     def _made(self) -> Any:
