@@ -16,6 +16,7 @@ from lockstep.config.parsing import shown
 from lockstep.data.passes import stream_length
 from lockstep.data.random import Stream, kept_generators, random_key, seed_all
 from lockstep.engine.hook import Hook
+from lockstep.engine.log import Logbook
 from lockstep.engine.optimizer.schedulers import Scheduler
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import TaskError
@@ -179,10 +180,12 @@ class LightningTask(Task):
     def build_optimizer(self, model: Any) -> torch.optim.Optimizer | None:
         """The optimizer of `configure_optimizers`; None, the config's, where there is none."""
         found = configured(model)
-        if found.optimizer is None:
-            return None
-        self._optimizer = weakref.ref(found.optimizer)
-        self._configured = found, detached(found.optimizer)
+        if found.optimizer is not None:
+            self._optimizer = weakref.ref(found.optimizer)
+            self._configured = found, detached(found.optimizer)
+        # Steps are tried before the run begins, and read what these hooks set.
+        with kept_generators(), Logbook(lambda event: None).opened(0):
+            self.clock.begin(model)
         return found.optimizer  # type: ignore[no-any-return]
 
     def build_scheduler(self, optimizer: Any) -> Any:
