@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("lightning")
 import torch
+import torchmetrics
 from tests.lightning import modules
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, WeightedRandomSampler
@@ -261,6 +262,28 @@ def test_a_task_may_be_trained_again_beside_its_first_model(tmp_path):
 def _logged(run_dir, name):
     with (run_dir / "metrics.csv").open() as file:
         return [row[name] for row in csv.DictReader(file) if row["split"] == "val"]
+
+
+class Averaging(BASE):
+    def __init__(self):
+        super().__init__()
+        self.average_of_inputs_1 = torchmetrics.MeanMetric()
+        self.average_of_inputs_2 = torchmetrics.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        for name in ("average_of_inputs_1", "average_of_inputs_2"):
+            getattr(self, name).update(batch[0])
+            self.log(name, getattr(self, name))
+        return super().training_step(batch, batch_idx)
+
+
+def test_each_metric_of_a_training_step_has_its_warning(tmp_path):
+    task = ls.from_lightning(Averaging(), epochs=1, num_microbatches=2)
+    ls.train(task, run_dir=tmp_path / "run", quiet=True)
+    said = [text for text in task.data_remarks() if "is the mean of its values" in text]
+    assert [re.search(r"'(\w+)'", text)[1] for text in said] == [
+        "average_of_inputs_1", "average_of_inputs_2", "train_acc",
+    ]  # fmt: skip
 
 
 def test_lightning_is_imported_by_files_of_users_only():

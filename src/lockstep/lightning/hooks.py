@@ -111,7 +111,8 @@ class LightningHooks(Hook):
             TaskError: the step has changed an attribute that hooks change too.
         """
         before = self._put(module)
-        for metric in metrics_in(module).values():
+        metrics = metrics_in(module).values()
+        for metric in metrics:
             metric.reset()
         try:
             yield
@@ -124,7 +125,7 @@ class LightningHooks(Hook):
                     )
         finally:
             _restore(module, before)
-            for metric in metrics_in(module).values():
+            for metric in metrics:
                 metric.reset()
 
     @contextmanager
