@@ -43,7 +43,7 @@ class RecommenderConfig(ls.TrainConfig):
 
 
 class ClickData(Dataset[Clicks]):
-    """Clicks with other items, which are drawn anew each time."""
+    """Clicks with other items, which are drawn again each time."""
 
     def __init__(self, users: Tensor, items: Tensor, num_items: int, num_others: int) -> None:
         self.users, self.items = users, items

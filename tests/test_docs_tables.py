@@ -61,6 +61,15 @@ def test_a_stale_table_is_written_anew(tables: ModuleType) -> None:
     assert tables.written(new) == new
 
 
+def test_every_extra_of_users_is_on_the_page_of_installation() -> None:
+    page = (DOCS / "start" / "install.md").read_text(encoding="utf-8")
+    project = (DOCS.parent / "pyproject.toml").read_text(encoding="utf-8")
+    _, _, section = project.partition("[project.optional-dependencies]\n")
+    extras = {*re.findall(r"^(\w+) = \[", section.partition("\n[")[0], re.MULTILINE)}
+    listed = {*re.findall(r"`([a-z]+)`", "".join(re.findall(r"^\|[^|]*", page, re.MULTILINE)))}
+    assert extras - {"bench", "dev", "docs"} == listed
+
+
 def test_the_page_of_commands_is_up_to_date() -> None:
     commands = script("commands")
     page = commands.PAGE.read_text(encoding="utf-8")

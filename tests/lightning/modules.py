@@ -71,7 +71,10 @@ class MLP(Classified):
 
 
 class CNN(L.LightningModule):
-    """Computes its metric when the epoch ends, and keeps the best, as many templates do."""
+    """Computes its metric when the epoch ends, and keeps the best, as many templates do.
+
+    Its hooks set attributes that `__init__` does not.
+    """
 
     def __init__(self):
         super().__init__()
@@ -83,9 +86,16 @@ class CNN(L.LightningModule):
         self.best = torchmetrics.MaxMetric()
         self.best_so_far = 0.0
 
+    def on_train_start(self):
+        self.scale = torch.tensor(2.0)
+        self.log("scale", self.scale)
+
+    def on_train_epoch_start(self):
+        self.smoothing = 0.2 / (1 + self.current_epoch)
+
     def training_step(self, batch, batch_idx):
         x, y = batch
-        loss = F.cross_entropy(self.net(x), y)
+        loss = self.scale * F.cross_entropy(self.net(x), y, label_smoothing=self.smoothing)
         self.log("train/loss", loss)
         return {"loss": loss}
 

@@ -1,5 +1,6 @@
 """What Lockstep cannot honour of a LightningModule is refused by name; its keys are typed."""
 
+import csv
 import re
 import shutil
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 pytest.importorskip("lightning")
 import torch
+import torchmetrics
 from tests.lightning import modules
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, WeightedRandomSampler
@@ -235,10 +237,52 @@ def test_hooks_see_where_the_run_is(tmp_path):
             return super().training_step(batch, batch_idx)
 
     trained(Watching, tmp_path, epochs=2)
+    start = [("on_fit_start", 0, 0), ("on_train_start", 0, 0), ("on_train_epoch_start", 0, 0)]
     assert seen == [
-        ("on_fit_start", 0, 0), ("on_train_start", 0, 0), ("on_train_epoch_start", 0, 0),
+        *start,  # for the trials before the first step
+        *start,
         ("on_train_epoch_end", 0, 4), ("on_train_epoch_start", 1, 4),
         ("on_train_epoch_end", 1, 8), ("on_train_epoch_start", 2, 8), ("on_train_end", 2, 8),
+    ]  # fmt: skip
+
+
+def test_a_task_may_be_trained_again_beside_its_first_model(tmp_path):
+    def logs_norm(self):
+        self.log("norm", sum(float(p.detach().norm()) for p in self.parameters()))
+
+    task = ls.from_lightning(a("Measuring", on_validation_epoch_end=logs_norm)(), epochs=2)
+    folders = tmp_path / "first", tmp_path / "second"
+    results = [ls.train(task, run_dir=folder, quiet=True) for folder in folders]
+    assert results[0].model is not results[1].model
+    norms = [_logged(folder, "norm") for folder in folders]
+    assert len({*norms[0]}) == 2
+    assert norms[0] == norms[1]
+
+
+def _logged(run_dir, name):
+    with (run_dir / "metrics.csv").open() as file:
+        return [row[name] for row in csv.DictReader(file) if row["split"] == "val"]
+
+
+class Averaging(BASE):
+    def __init__(self):
+        super().__init__()
+        self.average_of_inputs_1 = torchmetrics.MeanMetric()
+        self.average_of_inputs_2 = torchmetrics.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        for name in ("average_of_inputs_1", "average_of_inputs_2"):
+            getattr(self, name).update(batch[0])
+            self.log(name, getattr(self, name))
+        return super().training_step(batch, batch_idx)
+
+
+def test_each_metric_of_a_training_step_has_its_warning(tmp_path):
+    task = ls.from_lightning(Averaging(), epochs=1, num_microbatches=2)
+    ls.train(task, run_dir=tmp_path / "run", quiet=True)
+    said = [text for text in task.data_remarks() if "is the mean of its values" in text]
+    assert [re.search(r"'(\w+)'", text)[1] for text in said] == [
+        "average_of_inputs_1", "average_of_inputs_2", "train_acc",
     ]  # fmt: skip
 
 

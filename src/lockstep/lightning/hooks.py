@@ -16,6 +16,8 @@ from lockstep.lightning.data import overrides
 from lockstep.lightning.logs import is_start, load_state, metrics_in, state_of
 
 _PLAIN = (bool, int, float, str, type(None))
+_START = ("on_fit_start", "on_train_start", "on_train_epoch_start")
+_MISSING = object()
 _METRIC = "metric "
 _NUMBER = "number "
 
@@ -42,12 +44,16 @@ class LightningHooks(Hook):
         self.sums: dict[str, list[float]] = {}
         self.kept: dict[str, Any] = {}
 
+    def begin(self, module: Any) -> None:
+        """Call what comes before the first step, with nothing kept yet."""
+        self.load_state_dict({"step": 0, "epoch": 0, "first": 0})
+        for name in _START:
+            self._call(module, name)
+
     def on_start(self, run: Run) -> None:
-        """Call what comes before the first step; not after a resume, when its effects are kept."""
+        """Begin; not after a resume, when the effects of what comes first are kept."""
         if run.step == 0:
-            self._call(run, "on_fit_start")
-            self._call(run, "on_train_start")
-            self._call(run, "on_train_epoch_start")
+            self.begin(run.model)
 
     def after_step(self, run: Run) -> None:
         """Call what comes after a batch, and after an epoch."""
@@ -60,14 +66,14 @@ class LightningHooks(Hook):
         self.step = run.step
         if overrides(module, "on_train_batch_end"):
             output = {"loss": torch.tensor(run.train["loss"])}
-            self._call(run, "on_train_batch_end", output, _NoBatch(), run.step - 1 - self.first)
+            self._call(module, "on_train_batch_end", output, _NoBatch(), run.step - 1 - self.first)
         if run.is_epoch_end:
             for name, (summed, weight) in self.sums.items():
                 log(f"{name}_epoch", summed / weight)
             self.sums = {}
-            self._call(run, "on_train_epoch_end")
+            self._call(module, "on_train_epoch_end")
             self.epoch, self.first = run.epoch + 1, run.step
-            self._call(run, "on_train_epoch_start")
+            self._call(module, "on_train_epoch_start")
 
     def after_evaluation(self, run: Run, split: str, metrics: dict[str, float]) -> None:
         """Take over what the hooks of the evaluation have changed."""
@@ -77,10 +83,10 @@ class LightningHooks(Hook):
     def on_end(self, run: Run, status: str, reason: str) -> None:
         """Call what comes after the last step, if the run has come to its end."""
         if status == "completed":
-            self._call(run, "on_train_end")
-            self._call(run, "on_fit_end")
-            self._call(run, "teardown", "fit")
             module: Any = run.model
+            self._call(module, "on_train_end")
+            self._call(module, "on_fit_end")
+            self._call(module, "teardown", "fit")
             datamodule = module.trainer.datamodule
             if datamodule is not None and overrides(datamodule, "teardown"):
                 datamodule.teardown("fit")
@@ -105,7 +111,8 @@ class LightningHooks(Hook):
             TaskError: the step has changed an attribute that hooks change too.
         """
         before = self._put(module)
-        for metric in metrics_in(module).values():
+        metrics = metrics_in(module).values()
+        for metric in metrics:
             metric.reset()
         try:
             yield
@@ -118,7 +125,7 @@ class LightningHooks(Hook):
                     )
         finally:
             _restore(module, before)
-            for metric in metrics_in(module).values():
+            for metric in metrics:
                 metric.reset()
 
     @contextmanager
@@ -136,35 +143,35 @@ class LightningHooks(Hook):
         metrics, states = metrics_in(module), _states_in(self.kept)
         before = self._put(module)
         made = _plain(module) | before
+        owners = {prefix for prefix, _ in module.named_modules()}
         for path, state in states.items():
             load_state(metrics[path], state, 1)
         try:
             yield changes
-            now = _plain(module)
-            kept = {p for p in self.kept if not p.startswith(_METRIC)}
-            changes |= {p: v for p, v in now.items() if p in made and (v != made[p] or p in kept)}
+            now = _plain(module, owners)
+            changes |= {p: v for p, v in now.items() if p in before or v != made.get(p, _MISSING)}
             for path, metric in metrics.items():
                 state = state_of(metric)
                 if path not in fed and (path in states or not is_start(metric, state)):
                     changes |= {f"{_METRIC}{path} {name}": value for name, value in state.items()}
         finally:
-            there = _plain(module)
-            _restore(module, {p: v for p, v in made.items() if p in there and there[p] != v})
+            there = _plain(module, owners)
+            start = {p: made.get(p, _MISSING) for p in there}
+            _restore(module, {p: v for p, v in start.items() if there[p] != v})
             for metric in metrics.values():
                 metric.reset()
 
     def _put(self, module: nn.Module) -> dict[str, Any]:
-        """Put what is kept into a module's attributes; returns what was there."""
+        """Put what is kept into a module's attributes; returns what was there, or `_MISSING`."""
         before = {}
         for path, value in self.kept.items():
             if not path.startswith(_METRIC):
                 attributes, name = _place(module, path)
-                before[path] = attributes.get(name)
+                before[path] = attributes.get(name, _MISSING)
                 attributes[name] = value
         return before
 
-    def _call(self, run: Run, name: str, *arguments: Any) -> None:
-        module: Any = run.model
+    def _call(self, module: Any, name: str, *arguments: Any) -> None:
         if not overrides(module, name):
             return
         with self.changing(module) as changes, module.trainer.during("hook", None):
@@ -195,12 +202,17 @@ class _NoBatch:
         self._refused()
 
 
-def _plain(module: nn.Module) -> dict[str, Any]:
-    """Numbers and texts among the attributes of a module and of those in it, by path."""
+def _plain(module: nn.Module, owners: Collection[str] | None = None) -> dict[str, Any]:
+    """Numbers and texts among the attributes of a module and of those in it, by path.
+
+    Args:
+        module: the module.
+        owners: paths of the modules to look at; None for all.
+    """
     return {
         f"{prefix}.{name}" if prefix else name: value
         for prefix, inner in module.named_modules()
-        if not hasattr(inner, "_defaults")
+        if (owners is None or prefix in owners) and not hasattr(inner, "_defaults")
         for name, value in vars(inner).items()
         if type(value) in _PLAIN and name != "training" and name[0] != "_"
     }
@@ -218,7 +230,10 @@ def _place(module: nn.Module, path: str) -> tuple[dict[str, Any], str]:
 def _restore(module: nn.Module, values: Mapping[str, Any]) -> None:
     for path, value in values.items():
         attributes, name = _place(module, path)
-        attributes[name] = value
+        if value is _MISSING:
+            attributes.pop(name, None)
+        else:
+            attributes[name] = value
 
 
 def _states_in(kept: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:

@@ -16,6 +16,7 @@ from lockstep.config.parsing import shown
 from lockstep.data.passes import stream_length
 from lockstep.data.random import Stream, kept_generators, random_key, seed_all
 from lockstep.engine.hook import Hook
+from lockstep.engine.log import Logbook
 from lockstep.engine.optimizer.schedulers import Scheduler
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import TaskError
@@ -53,7 +54,7 @@ class LightningTask(Task):
     Attributes:
         source: where module and data come from.
         clock: the hooks of the module, and how far the run is.
-        remarks: warnings about what Lockstep does otherwise than Lightning.
+        remarks: warnings about what Lockstep does otherwise than Lightning, by what they are about.
         names: names of the numbers that each stage logs.
         of_epoch: names of training that are averaged over an epoch too.
         logged: metrics of torchmetrics that each split logs: paths by name.
@@ -71,7 +72,7 @@ class LightningTask(Task):
         changes = ("on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end")
         is_changing = any(overrides(kind, name) for name in changes)
         self.clock = ModelChangingHooks() if is_changing else LightningHooks()
-        self.remarks: list[str] = []
+        self.remarks: dict[str, str] = {}
         self.names: dict[str, list[str]] = {}
         self.of_epoch: list[str] = []
         self.logged: dict[str, dict[str, str]] = {}
@@ -141,8 +142,7 @@ class LightningTask(Task):
     def build_model(self) -> nn.Module:
         """A new module, after `prepare_data`, `setup("fit")` and `configure_model`."""
         module = self._made()
-        if self._module() is None:
-            self._module = weakref.ref(module)
+        self._module = weakref.ref(module)
         return module  # type: ignore[no-any-return]
 
     def _made(self) -> Any:
@@ -175,15 +175,20 @@ class LightningTask(Task):
     def data_remarks(self) -> list[str]:
         """What Lockstep does otherwise than Lightning."""
         config = self.config
-        return [*self.loaders.remarks(config.batch_size, config.data.shuffle), *self.remarks]
+        return [
+            *self.loaders.remarks(config.batch_size, config.data.shuffle),
+            *self.remarks.values(),
+        ]
 
     def build_optimizer(self, model: Any) -> torch.optim.Optimizer | None:
         """The optimizer of `configure_optimizers`; None, the config's, where there is none."""
         found = configured(model)
-        if found.optimizer is None:
-            return None
-        self._optimizer = weakref.ref(found.optimizer)
-        self._configured = found, detached(found.optimizer)
+        if found.optimizer is not None:
+            self._optimizer = weakref.ref(found.optimizer)
+            self._configured = found, detached(found.optimizer)
+        # Steps are tried before the run begins, and read what these hooks set.
+        with kept_generators(), Logbook(lambda event: None).opened(0):
+            self.clock.begin(model)
         return found.optimizer  # type: ignore[no-any-return]
 
     def build_scheduler(self, optimizer: Any) -> Any:
@@ -221,7 +226,7 @@ class LightningTask(Task):
             output = model.training_step(*step_arguments(model.training_step, (data, number)))
             for name, metric in journal.metrics.items():
                 journal.put(name, metric.compute(), f"self.log({name!r})")
-                self._remark(
+                self.remarks[name] = (
                     f"training_step: self.log({name!r}, {type(metric).__name__}): is the mean of "
                     "its values of microbatches, weighted by their samples"
                 )
@@ -309,17 +314,13 @@ class LightningTask(Task):
                 "self.log(…, batch_size=…) with the loss"
             )
         if len({*found}) > 1:
-            self._remark(
+            self.remarks.setdefault(
+                "",  # of the first batch alone: sizes of batches differ
                 f"the tensors of a batch have first sizes {sorted({*found})}, and {found[0]} is "
                 "taken for its number of samples; give another one to self.log(…, batch_size=…) "
-                "with the loss"
+                "with the loss",
             )
         return found[0]
-
-    def _remark(self, text: str) -> None:
-        # One of a kind: sizes of batches differ.
-        if not any(text[:40] == known[:40] for known in self.remarks):
-            self.remarks.append(text)
 
     def _numbers(self, journal: Journal, stage: str, loss: Tensor | None) -> dict[str, Any]:
         """The numbers that a step has logged, the same names each time.
