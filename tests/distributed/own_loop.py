@@ -1,8 +1,8 @@
 """A loop of its own over `ls.steps`, whose ranks die, leave or stop where `OWN_LOOP` says.
 
 `OWN_LOOP` is a JSON list of [slot, step, what]: `die` (once), `break`, `raise`, `refuse`, `exit`,
-`change`, or why the run is complete. Slot -1 is every rank. Each process writes the steps it has had, one a
-line.
+`change`, or why the run is complete. Slot -1 is every rank. Each process writes the steps it has
+had, one a line.
 """
 
 import json

@@ -77,7 +77,6 @@ class FlatOptimizer:
         self._num_steps = 0
         self._flat = flat
         self.elementwise = is_elementwise(optimizer)
-        pairs = list(zip(flat.tensors, flat.entries, strict=True))
         self._parts = parts_of(optimizer)
         self._part_of_group = [part for part in self._parts.values() for _ in part.param_groups]
         self._optimizers = stepping_in(optimizer)
@@ -94,16 +93,15 @@ class FlatOptimizer:
         }
         self._stepped = [
             Stepped(e.name, t, e.group, e.segment, e.range)  # type: ignore[arg-type]
-            for t, e in pairs
+            for t, e in zip(flat.tensors, flat.entries, strict=True)
         ]
         self._gradients: list[tuple[Tensor, Tensor]] = []
         self._written: dict[int, Mapping[str, Any]] = {}
+        self._modal = [inner for inner in self._optimizers.values() if has_modes(inner)]
         if self.elementwise:
             whole = {id(tensor) for tensor in flat.tensors}
             for inner in self._optimizers.values():
                 inner.state = FlatState(whole)
-        self._modal = [inner for inner in self._optimizers.values() if has_modes(inner)]
-        if self.elementwise:
             self.own(slices)
         self.bind(slices)
         for inner in self._modal:
@@ -128,9 +126,7 @@ class FlatOptimizer:
             yield
             return
         trained = [flat.clone() for flat in self._flat.flats]
-        for inner in self._modal:
-            inner.eval()  # type: ignore[attr-defined]
-        self._flat.take_back()
+        self.end()
         try:
             yield
         finally:
