@@ -23,7 +23,7 @@ from lockstep.systems.quantum.config import QuantumConfig
 from lockstep.systems.quantum.simulation.measure import PauliSum
 from lockstep.systems.quantum.simulation.statevector import Simulator
 from lockstep.systems.quantum.task import Quantum
-from lockstep.systems.quantum.transformer.closed_form import loss
+from lockstep.systems.quantum.transformer.amplitudes import loss
 from page import Section, command, duration, page, ratio, write
 from peers.lightning_circuits import gradient as lightning
 from processes import HERE, Program, Spread, alternate

@@ -20,10 +20,10 @@ from lockstep.launching.rank.environment import detect
 from lockstep.launching.rank.join import open_transport
 from lockstep.nn import Heads, shard
 from lockstep.nn.cutting import compute_in, cut, keep
+from lockstep.nn.holding import Holding
 from lockstep.nn.sharded.regions import Region
-from lockstep.nn.ties import Holding
+from lockstep.parallel.axes import ShardAxis
 from lockstep.parallel.layout import Range
-from lockstep.parallel.shard_axis import ShardAxis
 
 
 class Mlp(nn.Module):

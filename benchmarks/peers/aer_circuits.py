@@ -14,7 +14,7 @@ from qiskit import transpile
 from qiskit_aer import AerSimulator
 
 from lockstep.systems.quantum.circuits.circuit import Circuit
-from lockstep.systems.quantum.interop.qasm_writer import bound, to_qiskit
+from lockstep.systems.quantum.interop.qasm import bound, to_qiskit
 
 _ONE_THREAD = {
     "max_parallel_threads": 1,

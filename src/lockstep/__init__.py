@@ -50,8 +50,7 @@ if TYPE_CHECKING:
     from lockstep.errors import LockstepError
     from lockstep.launching.api import Result, Stopped, main, train
     from lockstep.launching.api.export import Exported, export
-    from lockstep.launching.api.own_loop import Steps, steps
-    from lockstep.launching.api.training import Loaded, load
+    from lockstep.launching.api.training import Loaded, Steps, load, steps
     from lockstep.launching.launch import launch
     from lockstep.lightning import from_lightning
 

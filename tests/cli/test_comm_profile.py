@@ -17,18 +17,19 @@ from tests.planning.test_profile_files import sample
 from tests.thread_transport import ThreadTransport, on_ranks
 
 from lockstep.cli.clusters.comm_profile.calls import ENGINE_CALLS, TORCH_CALLS, Group, grouped
-from lockstep.cli.clusters.comm_profile.command import Options, comm_profile
-from lockstep.cli.clusters.comm_profile.meter import ENOUGH, Meter, Timed
-from lockstep.cli.clusters.comm_profile.profiler import Facts, facts_of, hosts_of, warnings_of
-from lockstep.cli.clusters.comm_profile.rank import Measuring, Request
-from lockstep.cli.clusters.comm_profile.tables import (
+from lockstep.cli.clusters.comm_profile.command import (
+    Options,
     check_plot,
+    comm_profile,
     heading,
     skipped_lines,
     speed_text,
     tables,
     write_plot,
 )
+from lockstep.cli.clusters.comm_profile.meter import ENOUGH, Meter, Timed
+from lockstep.cli.clusters.comm_profile.profiler import Facts, facts_of, hosts_of, warnings_of
+from lockstep.cli.clusters.comm_profile.rank import Measuring, Request
 from lockstep.comm.transport import Sending
 from lockstep.errors import ConfigError, DataError, LaunchError, LockstepError
 from lockstep.launching.job.commands import RankCommand

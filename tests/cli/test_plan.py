@@ -20,8 +20,8 @@ from lockstep.cli.clusters.plan.probes import Probe, Prober, Shape, probe_of
 from lockstep.config import TrainConfig, override
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.launching.targets import configured
-from lockstep.planning.layouts import Layout
 from lockstep.planning.plan import make_plan, read_plan
+from lockstep.planning.prediction import Layout
 
 OPTIONS = Options("1,2", None, (), None, 1000.0, None, 1.0, 1, None, quiet=True)
 

@@ -16,8 +16,7 @@ from lockstep.cli.start.sweep.grid import state_of
 from lockstep.cli.start.sweep.pool import ordered_by, unknown
 from lockstep.config import NO_OUTCOME
 from lockstep.errors import RunDirectoryError
-from lockstep.observe.reading.listing import Summary
-from lockstep.observe.reading.runs import chosen
+from lockstep.observe.reading.listing import Summary, chosen
 
 
 class ReadingConfig(LineConfig):

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lockstep.cli.clusters.slurm_batch import job_file
+from lockstep.cli.clusters.slurm import job_file
 from lockstep.comm.call_records import read_calls
 from lockstep.comm.calls import CallRing
 from lockstep.config import load, override
@@ -30,10 +30,9 @@ from lockstep.observe.reading.differences import cost_of_run, part_of_curves
 from lockstep.observe.reading.follow import read_run
 from lockstep.observe.reading.listing import summarise
 from lockstep.observe.step_costs import peak_memory, step_time
-from lockstep.observe.storing.jsonl import EventsJsonl
+from lockstep.observe.storing.jsonl import EventsJsonl, dumps, row_of
 from lockstep.observe.storing.metrics_csv import MetricsCsv
 from lockstep.observe.storing.result import cost_of
-from lockstep.observe.storing.rows import dumps, row_of
 from lockstep.quantum import from_qasm
 from lockstep.systems.cifar.task import read_cifar
 from lockstep.systems.quantum.commands import training_log

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.engine.checkpoint.choice import find_snapshot
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.faults import PlannedFault, injector, to_env
+from lockstep.engine.snapshot.restore import find_snapshot
 from lockstep.errors import ConfigError, LockstepError, RunDirectoryError
 from lockstep.launching.targets import trusted_target
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from lockstep.errors import TaskError
 from lockstep.nn.cutting import every_tensor, held_tensors, keep, load_held, units_of
+from lockstep.nn.holding import Holding, Unit
 from lockstep.nn.pipeline import Pipeline, StageDone
-from lockstep.nn.ties import Holding, Unit
-from lockstep.parallel.depth_axis import DepthAxis
+from lockstep.parallel.axes import DepthAxis
 from lockstep.parallel.layout import Range
 
 TOKENS_IN = torch.randint(0, TOKENS, (4, 6), generator=torch.Generator().manual_seed(1))

@@ -16,8 +16,7 @@ from sample_events import evaluated, finished, joined, run_started, step_done
 from lockstep.engine.events import Event, Logged, Resumed
 from lockstep.errors import RunDirectoryError
 from lockstep.observe import event_from_row, read_events
-from lockstep.observe.storing.jsonl import EventsJsonl, end_of_events, follow_events
-from lockstep.observe.storing.rows import dumps, row_of
+from lockstep.observe.storing.jsonl import EventsJsonl, dumps, end_of_events, follow_events, row_of
 
 
 def kinds() -> list[type[Event]]:

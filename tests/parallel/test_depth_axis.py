@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep.comm.transport import GroupBroken, LocalTransport, Sending
 from lockstep.errors import TaskError
-from lockstep.parallel.depth_axis import TIED, DepthAxis, balanced
+from lockstep.parallel.axes import TIED, DepthAxis, balanced
 from lockstep.parallel.layout import Pass, Range, one_forward_one_backward
 
 costs = st.lists(st.integers(0, 50), min_size=1, max_size=9)

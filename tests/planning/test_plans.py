@@ -17,14 +17,17 @@ from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError, DataError
 from lockstep.parallel.layout import leaves, merges, split
-from lockstep.planning.layouts import SHARDINGS, Layout, layouts, peak_bytes
 from lockstep.planning.measurements import Anatomy, Facts, Group, Timed
 from lockstep.planning.network import Link, Network, parse_link
 from lockstep.planning.operations import OPERATIONS, Point
 from lockstep.planning.plan import Plan, losses, make_plan, read_plan
 from lockstep.planning.prediction import (
+    SHARDINGS,
+    Layout,
     excess_of_slowest,
     exchange_seconds,
+    layouts,
+    peak_bytes,
     predict,
     sent_bytes,
     step_seconds,

@@ -44,9 +44,8 @@ from lockstep.engine.step.train_step import TrainStep
 from lockstep.engine.tables.run_tables import check_tables_fit
 from lockstep.engine.task import Task, has_carry
 from lockstep.engine.training_data import check_parts, training_data
-from lockstep.engine.trial.cut_model import check_cut_model
+from lockstep.engine.trial.cut_model import StageRehearsal, check_cut_model
 from lockstep.engine.trial.outcome import Rehearsal
-from lockstep.engine.trial.stage_rehearsal import StageRehearsal
 from lockstep.engine.trial.trial import Trial
 from lockstep.errors import ConfigError, TaskError
 from lockstep.nn.cutting import keep, shards_of, units_of

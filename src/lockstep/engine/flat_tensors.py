@@ -15,8 +15,7 @@ from torch import Tensor
 
 from lockstep.errors import TaskError
 from lockstep.nn.cutting import Shard
-from lockstep.nn.remote import is_released, release
-from lockstep.nn.ties import EVERYWHERE, WHOLE, Holding, Unit
+from lockstep.nn.holding import EVERYWHERE, WHOLE, Holding, Unit, is_released, release
 from lockstep.parallel.fold import BLOCK, Segment
 from lockstep.parallel.layout import Range
 

@@ -15,15 +15,14 @@ from lockstep.config import TrainConfig
 from lockstep.engine.runtime import Runtime
 from lockstep.errors import RankFailure, shared
 from lockstep.nn.cutting import compute_in
+from lockstep.nn.holding import Holding, Unit
 from lockstep.nn.row import row_of
 from lockstep.nn.sharded.regions import Moment, Region
-from lockstep.nn.ties import Holding, Unit
-from lockstep.parallel.depth_axis import DepthAxis
-from lockstep.parallel.depth_axis import Moment as PipelineMoment
+from lockstep.parallel.axes import DepthAxis, ShardAxis
+from lockstep.parallel.axes import Moment as PipelineMoment
 from lockstep.parallel.hosts.layout import Hosts, meet_hosts
 from lockstep.parallel.layout import Assigned, Pass, Range, one_forward_one_backward, split
 from lockstep.parallel.mesh import NEW, Mesh, rearranged
-from lockstep.parallel.shard_axis import ShardAxis
 
 T = TypeVar("T")
 

@@ -15,11 +15,11 @@ from lockstep import errors
 from lockstep.config import TrainConfig
 from lockstep.config.parsing import shown
 from lockstep.data.random import kept_generators
-from lockstep.engine.checkpoint.choice import find_snapshot
 from lockstep.engine.checkpoint.kept_directory import kept_if_refused
 from lockstep.engine.checkpoint.listing import read_hint
 from lockstep.engine.checkpoint.origin import settled
 from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.snapshot.restore import find_snapshot
 from lockstep.engine.task import Task, with_config
 from lockstep.engine.task.task import check_config
 from lockstep.errors import CheckpointError, LaunchError, LockstepError, RankFailure, TaskFailure

@@ -32,7 +32,13 @@ from lockstep.lightning.data import (
     prepare,
     sizes,
 )
-from lockstep.lightning.hooks import LightningHooks, ModelChangingHooks
+from lockstep.lightning.hooks import (
+    Configured,
+    LightningHooks,
+    ModelChangingHooks,
+    configured,
+    detached,
+)
 from lockstep.lightning.logs import (
     Holder,
     Journal,
@@ -43,7 +49,6 @@ from lockstep.lightning.logs import (
     state_of,
 )
 from lockstep.lightning.module import adapt, check_datamodule, check_module, step_arguments
-from lockstep.lightning.optimizers import Configured, configured, detached
 
 _ENDS = ("on_validation_epoch_end", "on_validation_end", "on_test_epoch_end", "on_test_end")
 

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
-from lockstep.nn.remote import release
+from lockstep.nn.holding import EVERYWHERE, WHOLE, Holding, Unit, release
 from lockstep.nn.row import row_of
 from lockstep.nn.sharded.layers import DIVIDED, ShardedModule, watch_backward_hooks
 from lockstep.nn.sharded.regions import Region
-from lockstep.nn.ties import EVERYWHERE, WHOLE, Holding, Unit
+from lockstep.parallel.axes import ShardAxis
 from lockstep.parallel.layout import split
-from lockstep.parallel.shard_axis import ShardAxis
 
 
 class Shard(NamedTuple):

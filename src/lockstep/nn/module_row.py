@@ -21,7 +21,7 @@ from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.errors import TaskError
 from lockstep.nn.row import Row, StageDone, boundary
 from lockstep.nn.row_trace import Structure, Trace
-from lockstep.parallel.depth_axis import DepthAxis
+from lockstep.parallel.axes import DepthAxis
 from lockstep.parallel.layout import Range
 
 Forward = Callable[..., Any]

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import TaskError
-from lockstep.nn.ties import Storage, Tie, Ties
-from lockstep.parallel.depth_axis import DepthAxis, check_sendable
+from lockstep.nn.holding import Storage, Tie, Ties
+from lockstep.parallel.axes import DepthAxis, check_sendable
 from lockstep.parallel.layout import Range
 
 

@@ -24,10 +24,9 @@ from lockstep.observe.showing.notebook import NotebookView, in_notebook
 from lockstep.observe.sink import EventHub, Sink, Sinks
 from lockstep.observe.step_costs import Measured, Predicted, StepCost
 from lockstep.observe.storing.files import Pictures
-from lockstep.observe.storing.jsonl import EventsJsonl, read_events
+from lockstep.observe.storing.jsonl import EventsJsonl, event_from_row, read_events
 from lockstep.observe.storing.metrics_csv import MetricsCsv
 from lockstep.observe.storing.result import ResultJson, read_result
-from lockstep.observe.storing.rows import event_from_row
 from lockstep.observe.storing.tensorboard import TensorBoard
 from lockstep.observe.trackers.tracker_sink import TrackerSink
 

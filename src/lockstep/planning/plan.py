@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.config.parsing import as_type, parse_object
-from lockstep.planning.layouts import Layout, layouts
 from lockstep.planning.measurements import Facts
 from lockstep.planning.network import Network
-from lockstep.planning.prediction import Prediction, predict
+from lockstep.planning.prediction import Layout, Prediction, layouts, predict
 from lockstep.planning.profile import check_format, read_json
 
 _HOUR_S = 3600.0

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lockstep.engine.checkpoint import format as checkpoint
-from lockstep.engine.checkpoint.choice import prune
 from lockstep.engine.checkpoint.format import Snapshot, newest_valid, read, read_manifest, write
 from lockstep.engine.checkpoint.listing import (
     bring_back,
@@ -28,6 +27,7 @@ from lockstep.engine.checkpoint.listing import (
     step_of,
     write_hint,
 )
+from lockstep.engine.checkpoint.writer import prune
 from lockstep.errors import CheckpointError
 
 FILES = ["model.safetensors", "optimizer.safetensors", "manifest.json"]

@@ -25,7 +25,7 @@ from lockstep.engine.optimizer.optimizer_state import OptimizerState
 from lockstep.errors import ConfigError, TaskError
 from lockstep.nn import Pipeline
 from lockstep.nn.cutting import units_of
-from lockstep.nn.ties import WHOLE
+from lockstep.nn.holding import WHOLE
 from lockstep.parallel.fold import BLOCK
 from lockstep.parallel.layout import Range, split
 

@@ -19,10 +19,10 @@ from lockstep.errors import ConfigError
 from lockstep.launching.api import predicted
 from lockstep.launching.api.prediction import predicted_for_joiner
 from lockstep.observe import StepCost, read_events, read_result
-from lockstep.planning.layouts import Layout
 from lockstep.planning.measurements import Anatomy, Facts, Timed
 from lockstep.planning.network import Network
 from lockstep.planning.plan import Plan, make_plan
+from lockstep.planning.prediction import Layout
 from lockstep.planning.profile import write_json
 
 KEYS = ("steps=24", "log_every=2")

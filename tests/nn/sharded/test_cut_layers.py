@@ -24,10 +24,10 @@ from lockstep.nn.cutting import (
     load_held,
     shards_of,
 )
+from lockstep.nn.holding import Holding
 from lockstep.nn.sharded.regions import Region
-from lockstep.nn.ties import Holding
+from lockstep.parallel.axes import ShardAxis
 from lockstep.parallel.layout import Range
-from lockstep.parallel.shard_axis import ShardAxis
 from lockstep.sketch import SKLinear
 
 

@@ -15,10 +15,10 @@ from torch.nn.utils import parametrizations, prune
 from lockstep.errors import ConfigError, TaskError
 from lockstep.nn import ShardedLogits, shard
 from lockstep.nn.cutting import cut, keep
+from lockstep.nn.holding import Holding
 from lockstep.nn.sharded.regions import Region
-from lockstep.nn.ties import Holding
+from lockstep.parallel.axes import ShardAxis
 from lockstep.parallel.layout import Range
-from lockstep.parallel.shard_axis import ShardAxis
 
 Change = Callable[[Any, Any], Any]
 

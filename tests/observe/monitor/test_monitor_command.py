@@ -139,12 +139,9 @@ def test_what_is_not_installed_is_named_with_what_to_do(here, monkeypatch):
 
 def page_is(monkeypatch, serve):
     """Have a function of the test serve the page."""
-    page = ModuleType("lockstep.observe.monitor.web.server")
+    page = ModuleType("lockstep.observe.monitor.web")
     page.serve = serve
-    monkeypatch.setitem(
-        sys.modules, "lockstep.observe.monitor.web", ModuleType("lockstep.observe.monitor.web")
-    )
-    monkeypatch.setitem(sys.modules, "lockstep.observe.monitor.web.server", page)
+    monkeypatch.setitem(sys.modules, "lockstep.observe.monitor.web", page)
 
 
 def test_the_page_gets_runs_and_address_and_the_exporter_goes_along(here, tmp_path, monkeypatch):
@@ -195,9 +192,9 @@ def test_what_ends_the_exporter_beside_the_page_is_the_error_of_the_command(
 
 def test_a_page_that_looks_no_more_ends_the_command(here, tmp_path, monkeypatch):
     running(tmp_path / "runs/run", *START, done(1, 3.0))
-    page = ModuleType("lockstep.observe.monitor.web.server")
+    page = ModuleType("lockstep.observe.monitor.web")
     page.serve = lambda *arguments: arguments[-1](DataError("no such disk"))
-    monkeypatch.setitem(sys.modules, "lockstep.observe.monitor.web.server", page)
+    monkeypatch.setitem(sys.modules, "lockstep.observe.monitor.web", page)
     ended = here("monitor", "--web")
     assert ended.returncode == 2
     assert ended.stderr == "error: no such disk\n"

@@ -17,9 +17,9 @@ from lockstep.engine.checkpoint.listing import ENTRIES, own_entries
 from lockstep.engine.events import Event, Logged
 from lockstep.engine.log import Logbook, log
 from lockstep.observe.reading.follow import read_run
+from lockstep.observe.reading.listing import remove_run
 from lockstep.observe.reading.report.page import Paragraph, Picture
 from lockstep.observe.reading.report.pictures import pictures
-from lockstep.observe.reading.runs import remove_run
 from lockstep.observe.storing.files import Pictures
 from lockstep.observe.storing.jsonl import EventsJsonl
 

@@ -17,8 +17,15 @@ from tests.observe.reading.test_histories import PLAN, done, joined, written
 from lockstep.errors import ConfigError, RunDirectoryError
 from lockstep.observe.reading import follow
 from lockstep.observe.reading.follow import EVENTS, is_claimed
-from lockstep.observe.reading.listing import Summary, change_tags, find_runs, read_tags, summarise
-from lockstep.observe.reading.runs import chosen, remove_run
+from lockstep.observe.reading.listing import (
+    Summary,
+    change_tags,
+    chosen,
+    find_runs,
+    read_tags,
+    remove_run,
+    summarise,
+)
 from lockstep.observe.storing.jsonl import EventsJsonl, event_from_row
 
 TASK = f"{Path(__file__).with_name('flip_tasks.py')}:Flip"

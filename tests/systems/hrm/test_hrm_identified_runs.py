@@ -15,7 +15,8 @@ from lockstep.config import override
 from lockstep.engine.faults import PlannedFault, to_env
 from lockstep.launching.api import Session, run
 from lockstep.systems.hrm.config import HrmConfig
-from lockstep.systems.hrm.data.writer import Puzzle, new_dataset
+from lockstep.systems.hrm.data.build import new_dataset
+from lockstep.systems.hrm.data.format import Puzzle
 from lockstep.systems.hrm.reports.scores import by_segments
 from lockstep.systems.hrm.reports.trained_model import load_trained
 from lockstep.systems.hrm.task import Hrm

@@ -26,7 +26,7 @@ from lockstep.systems.quantum.circuits.circuit import Circuit, gate, unitary
 from lockstep.systems.quantum.simulation.gradients import shifted
 from lockstep.systems.quantum.simulation.measure import PauliSum, probabilities
 from lockstep.systems.quantum.simulation.statevector import Simulator, statevector
-from lockstep.systems.quantum.transformer.closed_form import (
+from lockstep.systems.quantum.transformer.amplitudes import (
     context_root,
     fubini_study,
     log_likelihoods,

@@ -24,9 +24,8 @@ from lockstep.systems.quantum.simulation.gradients import share, shifted
 from lockstep.systems.quantum.simulation.measure import PauliSum, probabilities, sample_frequencies
 from lockstep.systems.quantum.simulation.parts import memory_bytes
 from lockstep.systems.quantum.simulation.statevector import Simulator, statevector
-from lockstep.systems.quantum.transformer.closed_form import context_root
+from lockstep.systems.quantum.transformer.amplitudes import context_root, superposition
 from lockstep.systems.quantum.transformer.model import QuantumTransformer, Sentences
-from lockstep.systems.quantum.transformer.superposition import superposition
 
 NAN = float("nan")
 WORDS = list("abcd")

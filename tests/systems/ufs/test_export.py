@@ -27,7 +27,7 @@ from lockstep.systems.ufs.fields.rows import Scale, gather
 from lockstep.systems.ufs.fields.sources import find_sources
 from lockstep.systems.ufs.fields.variables import VARIABLES
 from lockstep.systems.ufs.model import SeaIceNet
-from lockstep.systems.ufs.netcdf.classic import Damaged, check_whole
+from lockstep.systems.ufs.netcdf.decode import Damaged, check_whole
 from lockstep.systems.ufs.report.scores import physical
 
 INPUTS = NAMES

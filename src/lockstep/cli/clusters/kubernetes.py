@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from lockstep.cli.clusters.slurm_batch import config_of, write_script
+from lockstep.cli.clusters.slurm import config_of, write_script
 from lockstep.config.files import read_text
 from lockstep.errors import LaunchError
 from lockstep.launching.kubernetes import CODE, Pods, check, manifests

@@ -54,7 +54,7 @@ def slurm(
     """
     with ending_at_interrupt():
         from lockstep.cli.clusters import slurm as command
-        from lockstep.cli.clusters.slurm_batch import job_file
+        from lockstep.cli.clusters.slurm import job_file
     given = {
         "nodes": nodes, "ntasks_per_node": tasks, "cpus_per_task": cpus, "time": time,
         "partition": partition, "account": account, "signal_before": signal_before,

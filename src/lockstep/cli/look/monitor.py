@@ -200,7 +200,7 @@ def _serve(options: Options, watch: Watch, runs: Monitor | None) -> None:
         Exception: the error that has ended the exporter, the alerts or the page.
     """
     with ending_at_interrupt():
-        from lockstep.observe.monitor.web.server import serve
+        from lockstep.observe.monitor.web import serve
     failed: list[BaseException] = []
     end_page = partial(_end_page, failed)
     thread = MonitorThread(runs, failed=end_page) if runs is not None else None

@@ -17,7 +17,7 @@ from lockstep.observe.reading.follow import read_run
 from lockstep.observe.reading.listing import summarise
 from lockstep.observe.reading.report.content import report_of
 from lockstep.observe.reading.report.page import as_html, as_markdown, write_pictures, write_text
-from lockstep.observe.storing.rows import dumps
+from lockstep.observe.storing.jsonl import dumps
 from lockstep.observe.text import printable
 
 

@@ -24,7 +24,7 @@ from lockstep.observe.reading.differences import (
 )
 from lockstep.observe.reading.follow import read_run
 from lockstep.observe.reading.listing import Summary, summarise
-from lockstep.observe.storing.rows import dumps
+from lockstep.observe.storing.jsonl import dumps
 from lockstep.observe.text import printable
 
 _MOST_KEYS = 40

@@ -52,8 +52,7 @@ def list_runs(
     val/loss, or a key of the config.
     """
     from lockstep.cli.look.run_tables import as_rows, print_table
-    from lockstep.observe.reading.listing import find_runs, summarise
-    from lockstep.observe.reading.runs import chosen
+    from lockstep.observe.reading.listing import chosen, find_runs, summarise
 
     given = folders or [Path("runs") if Path("runs").is_dir() else Path()]
     found = find_runs(given)
@@ -108,8 +107,7 @@ def remove(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Remove runs: their checkpoints, events and results, and nothing else that is there."""
-    from lockstep.observe.reading.listing import is_run
-    from lockstep.observe.reading.runs import remove_run
+    from lockstep.observe.reading.listing import is_run, remove_run
     from lockstep.observe.text import printable
 
     for run in runs:

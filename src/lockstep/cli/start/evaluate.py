@@ -10,11 +10,11 @@ import torch
 
 from lockstep.config import load, override_data
 from lockstep.engine.assembly import evaluations
-from lockstep.engine.checkpoint.choice import find_snapshot
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.evaluation.batches import evaluated_splits
 from lockstep.engine.passes.compute import Compute
+from lockstep.engine.snapshot.restore import find_snapshot
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, DataError
 from lockstep.launching.api import TIMEOUT_S, on_device

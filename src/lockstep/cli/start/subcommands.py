@@ -219,7 +219,7 @@ def sweep(
     behind `--` is passed on to sbatch.
     """
     with ending_at_interrupt():
-        from lockstep.cli.clusters.slurm_batch import job_file
+        from lockstep.cli.clusters.slurm import job_file
         from lockstep.cli.start.sweep import command
     job = None if slurm is None else job_file(slurm, {})
     options = command.Options(folder, ranks, launcher, jobs, retry, dry_run, metric, job, submit)

@@ -21,7 +21,7 @@ from lockstep.engine.flat_tensors import given_other_memory
 from lockstep.engine.passes.buffers import changed_in_pass, same_bits, tensor_places
 from lockstep.engine.task import Task
 from lockstep.errors import TaskError
-from lockstep.nn.remote import is_released
+from lockstep.nn.holding import is_released
 
 _MOST_COPIED = 1 << 20
 """Elements of one tensor that are compared by value."""

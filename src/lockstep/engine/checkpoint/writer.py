@@ -1,16 +1,18 @@
-"""Writing checkpoints while training goes on."""
+"""Writing checkpoints while training goes on, and deleting old ones."""
 
 from __future__ import annotations
 
+import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from lockstep.config import CheckpointConfig
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
-from lockstep.engine.checkpoint.choice import prune
 from lockstep.engine.checkpoint.format import Snapshot, Tensors
 from lockstep.engine.events import Checkpointed, Emit, Warned
 from lockstep.engine.faults import At, nothing
@@ -168,3 +170,55 @@ class AsyncWriter:
             stall_s=stall_s,
             write_s=perf_counter() - begun,
         )
+
+
+def prune(root: Path, keep: int, keep_every_s: float = 0.0) -> None:
+    """Delete old checkpoints, and incomplete ones of killed processes.
+
+    The `keep` newest, the best, those kept for good, and other files stay.
+
+    Args:
+        root: folder of all checkpoints.
+        keep: number of the newest ones to keep, at least 1.
+        keep_every_s: least time in seconds between two older ones that are kept for good, of which
+            the oldest is the first; 0 keeps none.
+    """
+    # First, or a checkpoint would be deleted whose writer was killed while it replaced it.
+    listing.bring_back(root)
+    old = listing.folders(root)[keep:]
+    stay = [
+        listing.read_hint(root, "best"),
+        *(_apart(old, keep_every_s) if keep_every_s else ()),
+    ]
+    for folder in (*(f for f in old if f not in stay), *root.glob(".step_*")):
+        # A folder that cannot be deleted costs space only; training goes on.
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _apart(folders: Sequence[Path], gap_s: float) -> list[Path]:
+    """The oldest of some checkpoints (newest first), and each that is `gap_s` after the last kept.
+
+    Computed each time from the times in the manifests, so the result does not depend on who wrote
+    them, nor on a kill during an earlier deletion.
+    """
+    kept: list[Path] = []
+    kept_at = -float("inf")
+    for folder in reversed(folders):
+        saved_at = _saved_at(folder)
+        if saved_at is not None and saved_at >= kept_at + gap_s:
+            kept.append(folder)
+            kept_at = saved_at
+    return kept
+
+
+def _saved_at(folder: Path) -> float | None:
+    """When a checkpoint was written, in Unix seconds; None if it is damaged."""
+    try:
+        saved_at: Any = checkpoint.read_manifest(folder).get("saved_at")
+    except CheckpointError:
+        return None
+    if isinstance(saved_at, (int, float)):
+        return float(saved_at)
+    with suppress(OSError):  # earlier versions did not write it
+        return folder.stat().st_mtime
+    return None

@@ -23,7 +23,7 @@ from lockstep.engine.passes.compute import copied
 from lockstep.engine.passes.stages import PartialLeaves, StagePart
 from lockstep.engine.task import Loss, Number
 from lockstep.nn.row import row_of
-from lockstep.parallel.depth_axis import DepthAxis
+from lockstep.parallel.axes import DepthAxis
 
 _COMPILER = "torch._dynamo"
 _LOG = logging.getLogger("torch.autograd.graph")

@@ -22,7 +22,7 @@ from lockstep.errors import ConfigError, TaskError
 from lockstep.nn.module_row import ModuleRow
 from lockstep.nn.pipeline import Pipeline
 from lockstep.nn.row import Row, row_of
-from lockstep.parallel.depth_axis import balanced
+from lockstep.parallel.axes import balanced
 from lockstep.parallel.layout import Range
 
 

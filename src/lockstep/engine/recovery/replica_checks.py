@@ -16,8 +16,7 @@ from lockstep.engine.runtime import everywhere
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.errors import DataError, DivergenceError, TaskError, shared
 from lockstep.nn.cutting import held_tensors, units_of
-from lockstep.nn.remote import RemoteTensor, is_released
-from lockstep.nn.ties import EVERYWHERE
+from lockstep.nn.holding import EVERYWHERE, RemoteTensor, is_released
 
 
 def check_same(transport: Transport, facts: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from lockstep.comm.transport import GroupBroken
 from lockstep.config import TrainConfig
 from lockstep.engine.assembly import assemble
 from lockstep.engine.audit.hints import coupled_loss, ignored_methods, mean_loss
+from lockstep.engine.audit.repetition import StepRepeated
 from lockstep.engine.checkpoint.checkpointer import Checkpointer
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.evaluation.batches import Scores, is_validation
@@ -30,7 +31,6 @@ from lockstep.engine.run.run_state import RunState
 from lockstep.engine.runtime import Runtime, check_can_regroup, everywhere
 from lockstep.engine.snapshot.capture import whole_digest
 from lockstep.engine.snapshot.restore import temporary_state
-from lockstep.engine.step.step_audit import StepRepeated
 from lockstep.engine.step.sums import DIRECTORY_LOST, StepResult
 from lockstep.engine.task import Task
 from lockstep.errors import RunDirectoryError, TaskFailure, shared

@@ -20,9 +20,9 @@ from lockstep.engine.placement import Placement
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.nn.cutting import every_tensor, held_tensors, joined_by_name, shards_of, units_of
+from lockstep.nn.holding import Unit
 from lockstep.nn.pipeline import Pipeline
 from lockstep.nn.row import row_of
-from lockstep.nn.ties import Unit
 from lockstep.parallel.exchange import gather_slices
 
 

@@ -1,4 +1,4 @@
-"""Restoring the state of a snapshot, of another rank, or of another run on all ranks."""
+"""Finding a run's snapshot, and restoring its state, that of another rank, or of another run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.transport import Transport
 from lockstep.config import WeightsConfig
+from lockstep.config.parsing import parse_int, shown
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing, origin
 from lockstep.engine.checkpoint.format import Snapshot
@@ -21,12 +22,65 @@ from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Runtime, everywhere, on_first
 from lockstep.engine.snapshot.capture import capture, own_tensors
 from lockstep.engine.snapshot.compatibility import check_fits
+from lockstep.engine.snapshot.resumable import check_meta
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.engine.tables.files import load_whole
 from lockstep.engine.tables.run_tables import tables_of
 from lockstep.engine.task import data_buffers
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.nn.cutting import Shard, every_tensor, found, load_held, shards_of
+
+_MOST_STEPS = 8
+"""Number of steps that a message names."""
+
+
+def find_snapshot(root: Path, which: str) -> Snapshot:
+    """The checkpoint with a name.
+
+    Args:
+        root: path of the folder of a run's checkpoints.
+        which: name of a checkpoint: `best`, `latest`, or a step's number.
+
+    Raises:
+        CheckpointError: there is none, or its progress is inconsistent.
+    """
+    snapshot = _read(root, which)
+    check_meta(snapshot, str(root / listing.folder_name(snapshot.step)))
+    return snapshot
+
+
+def _read(root: Path, which: str) -> Snapshot:
+    if which == "latest":
+        snapshot, _, skipped = checkpoint.newest_valid(root)
+        if snapshot is None:
+            raise CheckpointError(
+                f"{root}: holds no valid checkpoint {'; '.join(skipped)}".rstrip()
+            )
+        return snapshot
+    if which == "best":
+        folder = listing.read_hint(root, "best")
+        if folder is None:
+            raise CheckpointError(f"{root}: holds no best checkpoint; there was no evaluation yet")
+        return checkpoint.read(folder)
+    try:
+        step = parse_int(which)
+    except ValueError:
+        raise CheckpointError(
+            f"checkpoint {shown(which)[1:-1]}: must be best, latest, or a step's number"
+        ) from None
+    folder = root / listing.folder_name(step)
+    if not folder.exists():
+        raise CheckpointError(f"{root}: holds no checkpoint of step {step}; {_there(root)}")
+    return checkpoint.read(folder)
+
+
+def _there(root: Path) -> str:
+    """The steps with checkpoints, for a message; the newest ones if there are many."""
+    steps = [str(listing.step_of(folder)) for folder in listing.folders(root)]
+    if not steps:
+        return "there is none of any step"
+    more = f", and {len(steps) - _MOST_STEPS} earlier ones" if len(steps) > _MOST_STEPS else ""
+    return f"choose one of {', '.join(reversed(steps[:_MOST_STEPS]))}{more}"
 
 
 def load_model(snapshot: Snapshot, model: nn.Module) -> None:

@@ -26,11 +26,11 @@ from lockstep.engine.tables.run_tables import tables_of
 from lockstep.engine.task import Task, has_carry
 from lockstep.errors import ConfigError, TaskError
 from lockstep.nn.cutting import cut, shards_of
+from lockstep.nn.holding import say_what_is_held
 from lockstep.nn.module_row import ModuleRow
-from lockstep.nn.remote import say_what_is_held
 from lockstep.nn.row import row_of, set_row
 from lockstep.nn.units import found_row
-from lockstep.parallel.depth_axis import DepthAxis
+from lockstep.parallel.axes import DepthAxis
 from lockstep.parallel.layout import Range
 
 

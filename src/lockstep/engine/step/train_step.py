@@ -20,6 +20,7 @@ from lockstep.config import TrainConfig
 from lockstep.engine.audit.constants import Constants
 from lockstep.engine.audit.pass_state import PassState
 from lockstep.engine.audit.reachable import optimizers_in
+from lockstep.engine.audit.repetition import StepAudit
 from lockstep.engine.carry.distributed_carries import distributed_carries
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.optimizer.choice import needs_closure
@@ -36,10 +37,8 @@ from lockstep.engine.passes.precision import LossScale
 from lockstep.engine.placement import Placement
 from lockstep.engine.runtime import Raised, Runtime
 from lockstep.engine.snapshot.task_state import TaskState
-from lockstep.engine.step.apply import Apply
+from lockstep.engine.step.apply import Apply, Reevaluation
 from lockstep.engine.step.model import SlicedParameters
-from lockstep.engine.step.reevaluation import Reevaluation
-from lockstep.engine.step.step_audit import StepAudit
 from lockstep.engine.step.sums import Header, StepResult, StepSums, Summed, num_values
 from lockstep.engine.step.workspace import Workspace
 from lockstep.engine.tables.step_tables import Tables

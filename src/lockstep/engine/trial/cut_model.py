@@ -1,7 +1,10 @@
-"""Whether a model in shards computes what the whole model does, and reads only shards it may read.
+"""Whether a model that is cut, into shards or stages, computes what the whole model does.
 
-A penalty on weights, say, would be another number on each rank. Layers are not affected: they read
-the shards of their region.
+Parameters may be read only where they are. A penalty on weights, say, would be another number on
+each rank of an axis of shards; layers are not affected, since they read the shards of their region.
+A model in stages that is no `Pipeline` runs all of its code on each of them. Code around the blocks
+that reads what another stage has (a residual connection past the row, a weight that two stages use
+by one name) would find other numbers there.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -23,10 +27,11 @@ from lockstep.engine.passes.compute import Compute
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import LockstepError, TaskError
 from lockstep.nn.cutting import compute_in, joined_by_name, region_of, shards_of
-from lockstep.nn.remote import release
+from lockstep.nn.holding import release
+from lockstep.nn.row import Row, StageDone
 from lockstep.nn.sharded.regions import Region
+from lockstep.parallel.axes import DepthAxis, ShardAxis
 from lockstep.parallel.layout import Range
-from lockstep.parallel.shard_axis import ShardAxis
 
 _TOLERANCE: Mapping[str, float] = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
 """Relative difference that rounding may make, by `precision.dtype`."""
@@ -291,3 +296,77 @@ def _without_others(model: nn.Module, wholes: Collection[str]) -> Iterator[None]
     finally:
         for parameter, data in kept:
             parameter.data = data
+
+
+class _OneProcess(DepthAxis):
+    """Stages after one another, which hand over tensors with their graph."""
+
+    outputs: Sequence[Tensor] = ()
+
+    def receive_inputs(self) -> list[Tensor]:
+        return list(self.outputs)
+
+
+class StageRehearsal:
+    """Computes a loss as it is computed on as many stages as the row can be cut into."""
+
+    def __init__(self, row: Row) -> None:
+        """Prepare for a row whose parameters are all in memory."""
+        self._row = row
+        named = row.module.named_parameters(remove_duplicate=False)
+        self._named = [(row.block_of(name), parameter) for name, parameter in named]
+
+    def loss(self, forward: Callable[[], Loss]) -> Loss:
+        """What the last stage computes; its graph goes back through all stages.
+
+        Args:
+            forward: computes the loss of one microbatch from the beginning.
+
+        Raises:
+            TaskError: no loss comes of it.
+        """
+        axis = _OneProcess(self._row.groups)
+        usual, self._row.axis = self._row.axis, axis
+        try:
+            for stage, own in enumerate(axis.stages):
+                axis.enter(stage)
+                with self._only(own):
+                    try:
+                        return forward()
+                    except StageDone as done:
+                        axis.outputs = done.outputs
+        except LockstepError:
+            raise
+        except Exception as error:
+            raise TaskError(
+                f"{differs_on_stages('Task.loss')} ({type(error).__name__}: {error})"
+            ) from None
+        finally:
+            self._row.axis = usual
+        raise TaskError(differs_on_stages("Task.loss"))
+
+    @contextmanager
+    def _only(self, own: Range) -> Iterator[None]:
+        """Have NaN in place of the parameters of other blocks."""
+        here = {id(p) for block, p in self._named if block in range(*own)}
+        others = {id(p): p for _, p in self._named if id(p) not in here}.values()
+        # By `data`, which autograd does not take for a change of what it has saved.
+        kept = [parameter.data.clone() for parameter in others]
+        try:
+            for parameter in others:
+                parameter.data.fill_(torch.nan)
+            yield
+        finally:
+            for parameter, content in zip(others, kept, strict=True):
+                parameter.data.copy_(content)
+
+
+def differs_on_stages(what: str) -> str:
+    """The error message about a result that differs on stages."""
+    return (
+        f"{what} differs when blocks are computed by stages (mesh.pp), each with its own "
+        "parameters: the model, or the loss, reads something of another stage around the blocks, "
+        "such as what came before the first one, a parameter that is used before and behind them "
+        "by one name, or what a block keeps for later ones. Write the model as a "
+        "lockstep.nn.Pipeline, or set mesh.pp=1"
+    )

@@ -217,13 +217,13 @@ class Rehearsal:
             memory.fill_(float("nan"))
 
     def unshard(self, block: int) -> None:
-        """See `lockstep.nn.ties.Storage`."""
+        """See `lockstep.nn.holding.Storage`."""
         for segment in self._needed[block]:
             self._users[segment] += 1
             self._flat.flats[segment].copy_(self._kept[segment])
 
     def reshard(self, block: int) -> None:
-        """See `lockstep.nn.ties.Storage`."""
+        """See `lockstep.nn.holding.Storage`."""
         last = self._row.num_blocks - 1
         if torch.is_grad_enabled() and block == last:
             self._next = last - 1  # its backward pass comes next

@@ -34,6 +34,7 @@ from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.passes.buffers import batch_norm_buffers, changed_by
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.task import Loss, Task, is_scratch
+from lockstep.engine.trial.cut_model import StageRehearsal, differs_on_stages
 from lockstep.engine.trial.outcome import (
     Outcome,
     Rehearsal,
@@ -43,7 +44,6 @@ from lockstep.engine.trial.outcome import (
     check_rehearsed,
     read_on_other_rank,
 )
-from lockstep.engine.trial.stage_rehearsal import StageRehearsal, differs_on_stages
 from lockstep.errors import TaskError
 
 

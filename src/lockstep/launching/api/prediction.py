@@ -14,7 +14,7 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.observe import Predicted, StepCost, text
 
 if TYPE_CHECKING:
-    from lockstep.planning.layouts import Layout
+    from lockstep.planning.prediction import Layout
 
 
 def predicted(config: TrainConfig, num_ranks: int) -> Predicted | None:
@@ -84,7 +84,7 @@ def predicted_for_joiner(config: TrainConfig, num_ranks: int) -> Predicted | Non
 
 def _layout(config: TrainConfig, num_ranks: int) -> Layout:
     """The layout of the run, as plans name it."""
-    from lockstep.planning.layouts import Layout
+    from lockstep.planning.prediction import Layout
 
     if num_ranks == 1:  # it holds everything, whatever the config says
         return Layout(1)

@@ -1,9 +1,10 @@
-"""`train`, `main` and `load`: for scripts, notebooks and the command."""
+"""`train`, `main`, `steps` and `load`: for scripts, notebooks and the command."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +17,16 @@ from lockstep.config import TrainConfig, WeightsConfig
 from lockstep.config import load as load_config
 from lockstep.config.parsing import shown
 from lockstep.data.random import kept_generators
-from lockstep.engine.checkpoint.choice import find_snapshot
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.run.own_loop import Step
 from lockstep.engine.snapshot.compatibility import check_fits
-from lockstep.engine.snapshot.restore import load_model
+from lockstep.engine.snapshot.restore import find_snapshot, load_model
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.step.model import build_model
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.launching.api.rank import run
+from lockstep.launching.api import rank
 from lockstep.launching.api.session import Result, Session, check_names_run
 from lockstep.launching.rank.process import tell
 from lockstep.launching.systems import Adopts
@@ -33,7 +34,7 @@ from lockstep.launching.targets import make_task, task_class, trusted_target
 
 _training = threading.RLock()
 """Held while a thread trains."""
-looping = threading.Lock()
+_looping = threading.Lock()
 """Held while a loop over `lockstep.steps` is under way."""
 
 
@@ -72,14 +73,14 @@ def train(
         LockstepError: the task, the config or the data do not work, a rank was lost that the
             others cannot go on without, or another thread of this process trains.
     """
-    session = session_of(run_dir, resume, quiet)
-    config = starting(config or task.config, from_run, from_only)
-    with alone_in_process("train"):
-        return run(task, config, session)
+    session = _session_of(run_dir, resume, quiet)
+    config = _starting(config or task.config, from_run, from_only)
+    with _alone_in_process("train"):
+        return rank.run(task, config, session)
 
 
 @contextmanager
-def alone_in_process(who: str) -> Iterator[None]:
+def _alone_in_process(who: str) -> Iterator[None]:
     """The context of a training: no other thread of this process, and no loop, trains.
 
     Args:
@@ -94,7 +95,7 @@ def alone_in_process(who: str) -> Iterator[None]:
             "threads are of the whole process; train one after the other, or use lockstep.launch"
         )
     try:
-        if looping.locked():
+        if _looping.locked():
             raise ConfigError(
                 f"{who}: a loop over lockstep.steps is under way in this process, and random "
                 "generators and threads are of the whole process; leave that loop first (a "
@@ -139,7 +140,7 @@ def main(
         leave(error)
 
 
-def session_of(run_dir: str | Path | None, resume: bool, quiet: bool) -> Session:
+def _session_of(run_dir: str | Path | None, resume: bool, quiet: bool) -> Session:
     """The request of the launcher that has started this process, or else of the caller.
 
     Raises:
@@ -152,7 +153,7 @@ def session_of(run_dir: str | Path | None, resume: bool, quiet: bool) -> Session
     return Session(str(run_dir) if run_dir else None, resume, quiet=quiet)
 
 
-def starting(config: TrainConfig, from_run: str | Path | None, only: Sequence[str]) -> TrainConfig:
+def _starting(config: TrainConfig, from_run: str | Path | None, only: Sequence[str]) -> TrainConfig:
     """A config with the run whose weights the new one starts from.
 
     Raises:
@@ -251,3 +252,119 @@ def restored(
     if isinstance(task, Adopts):
         task.adopt(model)
     return model
+
+
+class Steps:
+    """A run that a `for` loop trains, once.
+
+    Attributes:
+        result: how the session has ended, as `lockstep.train` returns it.
+    """
+
+    def __init__(self, task: Task, config: TrainConfig, session: Session) -> None:
+        """Nothing is trained yet."""
+        self._task, self._config, self._session = task, config, session
+        self._is_started = False
+        self._result: Result | None = None
+        self._error: LockstepError | None = None
+
+    @property
+    def result(self) -> Result:
+        """How the session has ended.
+
+        Raises:
+            LockstepError: what has ended it otherwise; also where it came up while the loop was
+                left, when Python lets nothing be raised.
+            ConfigError: the loop is not over.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._result is None:
+            raise ConfigError("steps.result: is there once the loop is over or left, not before")
+        return self._result
+
+    def __iter__(self) -> Iterator[Step]:
+        """Start the session; the loop alone holds it, so that to leave the loop is to end it.
+
+        Raises:
+            ConfigError: it was started before.
+        """
+        if self._is_started:
+            raise ConfigError(
+                "steps: has been looped over already; go on with lockstep.steps(..., resume=True)"
+            )
+        self._is_started = True
+        loop = self._steps()
+        weakref.finalize(loop, _leave, weakref.ref(loop))  # where a variable holds it to the end
+        return loop
+
+    def _steps(self) -> Generator[Step, None, None]:
+        with _alone_in_process("steps"):
+            _looping.acquire()
+        session = rank.steps(self._task, self._config, self._session)
+        is_left = False
+        try:
+            step = next(session)
+            while True:
+                try:
+                    yield step
+                except GeneratorExit:
+                    is_left = True
+                step = session.send(is_left)
+        except StopIteration as end:
+            self._result = end.value
+        except LockstepError as error:
+            self._error = error
+            if not is_left:
+                raise
+            tell(error)
+        finally:
+            _looping.release()
+
+
+def _leave(loop: weakref.ref[Generator[Step, None, None]]) -> None:
+    """Leave a loop that is still under way when the interpreter ends."""
+    if (left := loop()) is not None:
+        left.close()
+
+
+def steps(
+    task: Task,
+    config: TrainConfig | None = None,
+    *,
+    run_dir: str | Path | None = None,
+    resume: bool = False,
+    quiet: bool = False,
+    from_run: str | Path | None = None,
+    from_only: Sequence[str] = (),
+) -> Steps:
+    """Train a task as `train` does, in a loop of one's own that gets each step when it is done.
+
+        for step in ls.steps(task, config, run_dir="runs/mine"):
+            print(step.number, step.metrics["loss"])
+            if step.evaluated.get("val/accuracy", 0.0) > 0.95:
+                step.stop("accurate enough")
+
+    The run is the same to the bit, with the same files, and lost ranks are replaced inside the
+    loop. Each rank runs the loop, and its body should do the same on each. A body may read the
+    model, and change nothing that the run has. Leaving the loop, by `break`, `return` or an
+    exception, stops the run on all ranks with a checkpoint, from which it can go on.
+
+    Args:
+        task: as for `train`.
+        config: as for `train`.
+        run_dir: as for `train`.
+        resume: as for `train`; of a run that is complete there are no steps.
+        quiet: as for `train`.
+        from_run: as for `train`.
+        from_only: as for `train`.
+
+    Returns:
+        What to loop over, once. Its `result` is there when the loop is over.
+
+    Raises:
+        LockstepError: `resume` comes without `run_dir`, or `from_run` cannot be used. The loop
+            itself raises what `train` does.
+    """
+    session = _session_of(run_dir, resume, quiet)
+    return Steps(task, _starting(config or task.config, from_run, from_only), session)

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from lockstep.errors import ConfigError, TaskError
-from lockstep.nn.remote import RemoteTensor, is_held
+from lockstep.nn.holding import RemoteTensor, is_held
 from lockstep.nn.sharded.logits import ShardedLogits, places
 from lockstep.nn.sharded.regions import Region
 from lockstep.nn.sharded.sharded_tensor import ShardedTensor

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lockstep.data.random import Stream, random_key, seed_torch
-from lockstep.parallel.shard_axis import ShardAxis
+from lockstep.parallel.axes import ShardAxis
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from lockstep.engine import events
 from lockstep.engine.timing import Times
 from lockstep.errors import RunDirectoryError
 from lockstep.observe.step_costs import Measured, Predicted, StepMeter
-from lockstep.observe.storing.rows import event_from_row
+from lockstep.observe.storing.jsonl import event_from_row
 
 
 class Curve:

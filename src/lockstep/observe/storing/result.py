@@ -17,7 +17,7 @@ from lockstep.errors import RunDirectoryError
 from lockstep.observe.sink import Sink
 from lockstep.observe.step_costs import Measured, StepCost
 from lockstep.observe.storing.files import opening
-from lockstep.observe.storing.rows import dumps
+from lockstep.observe.storing.jsonl import dumps
 
 _ADVICE = "resume the run to have it written again"
 

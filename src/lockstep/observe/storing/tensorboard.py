@@ -12,7 +12,7 @@ from lockstep.engine.events import Evaluated, Event, Failed, Finished, Logged, R
 from lockstep.errors import ConfigError
 from lockstep.observe.sink import Sink
 from lockstep.observe.storing.files import opening
-from lockstep.observe.storing.rows import scalars_of
+from lockstep.observe.storing.jsonl import scalars_of
 
 
 class TensorBoard(Sink):

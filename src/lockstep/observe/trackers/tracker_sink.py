@@ -20,7 +20,7 @@ from lockstep.engine.events import Event, Failed, Finished, Logged, RunStarted, 
 from lockstep.errors import ConfigError
 from lockstep.observe.sink import Sink
 from lockstep.observe.storing.files import opening
-from lockstep.observe.storing.rows import scalars_of
+from lockstep.observe.storing.jsonl import scalars_of
 from lockstep.observe.trackers import FOLDER, PACKAGES
 
 _MOST_WAITING = 10_000

@@ -15,19 +15,19 @@ import numpy.typing as npt
 
 from lockstep.config.parsing import shown
 from lockstep.errors import DataError
-from lockstep.systems.hrm.data.arc import Augmentation, parse_name
-from lockstep.systems.hrm.data.arc_tasks import (
+from lockstep.systems.hrm.data.arc import (
     FIRST_COLOUR,
     NUM_COLOURS,
     SEQ_LEN,
     SIDE,
     VOCAB_SIZE,
+    Augmentation,
     Grid,
+    parse_name,
     to_grid,
 )
 from lockstep.systems.hrm.data.arrays import transformed
-from lockstep.systems.hrm.data.format import IDENTIFIERS_FILE, read_identifiers
-from lockstep.systems.hrm.data.writer import BLANK_IDENTIFIER
+from lockstep.systems.hrm.data.format import BLANK_IDENTIFIER, IDENTIFIERS_FILE, read_identifiers
 from lockstep.systems.hrm.puzzles import Puzzles
 
 _AGAIN = f"get the dataset again, with its {IDENTIFIERS_FILE}"

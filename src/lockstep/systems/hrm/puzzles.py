@@ -17,9 +17,8 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.systems.hrm.config import HrmConfig
 from lockstep.systems.hrm.data.arrays import Integers
 from lockstep.systems.hrm.data.build import source
-from lockstep.systems.hrm.data.format import PuzzleSplit, read_dataset
+from lockstep.systems.hrm.data.format import BLANK_IDENTIFIER, Puzzle, PuzzleSplit, read_dataset
 from lockstep.systems.hrm.data.sources import OptionError, Options
-from lockstep.systems.hrm.data.writer import BLANK_IDENTIFIER, Puzzle
 
 _LEAST_BATCHES = 8
 """Batches of an epoch, at least; an incomplete last batch is dropped."""

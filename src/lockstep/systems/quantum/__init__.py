@@ -42,8 +42,7 @@ if TYPE_CHECKING:
         dynamic_to_qasm,
         dynamic_to_qiskit,
     )
-    from lockstep.systems.quantum.interop.qasm_reader import from_qasm
-    from lockstep.systems.quantum.interop.qasm_writer import bound, drawing, to_qasm, to_qiskit
+    from lockstep.systems.quantum.interop.qasm import bound, drawing, from_qasm, to_qasm, to_qiskit
     from lockstep.systems.quantum.interop.qiskit_reader import from_qiskit
     from lockstep.systems.quantum.layer import Layer
     from lockstep.systems.quantum.noise.channels import Channel, channel, pauli_error, qubit_channel
@@ -67,9 +66,12 @@ if TYPE_CHECKING:
         retried,
         statevector,
     )
-    from lockstep.systems.quantum.transformer.closed_form import context_root, fubini_study
+    from lockstep.systems.quantum.transformer.amplitudes import (
+        context_root,
+        fubini_study,
+        superposition,
+    )
     from lockstep.systems.quantum.transformer.model import QuantumTransformer, Sentences
-    from lockstep.systems.quantum.transformer.superposition import superposition
 
 SYSTEM = System(
     "lockstep.systems.quantum.task:Quantum",

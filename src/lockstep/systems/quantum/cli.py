@@ -81,8 +81,8 @@ def plateau(
 ) -> None:
     """Measure how gradients vanish with qubits and layers."""
     with ending_at_interrupt():
-        from lockstep.systems.quantum import studies
-    lines = studies.plateau(qubits, layers, ansatz, observable, samples, circuits, seed, plot)
+        from lockstep.systems.quantum import commands
+    lines = commands.plateau(qubits, layers, ansatz, observable, samples, circuits, seed, plot)
     print(*lines, sep="\n")
 
 
@@ -99,5 +99,5 @@ def expressibility(
 ) -> None:
     """Measure what states an ansatz reaches, and their entanglement."""
     with ending_at_interrupt():
-        from lockstep.systems.quantum import studies
-    print(*studies.express(ansatz, qubits, layers, samples, seed, plot), sep="\n")
+        from lockstep.systems.quantum import commands
+    print(*commands.express(ansatz, qubits, layers, samples, seed, plot), sep="\n")

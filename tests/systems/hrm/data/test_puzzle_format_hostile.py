@@ -16,8 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import DataError
-from lockstep.systems.hrm.data.format import ARRAYS, read_dataset, read_identifiers, read_split
-from lockstep.systems.hrm.data.writer import Puzzle, new_dataset
+from lockstep.systems.hrm.data.build import new_dataset
+from lockstep.systems.hrm.data.format import (
+    ARRAYS,
+    Puzzle,
+    read_dataset,
+    read_identifiers,
+    read_split,
+)
 
 VOCAB, LENGTH = 6, 4
 

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from lockstep.cli.start.evaluate import evaluate
-from lockstep.systems.hrm.data.arc import parse_name
-from lockstep.systems.hrm.data.arc_tasks import to_tokens
+from lockstep.systems.hrm.data.arc import parse_name, to_tokens
 from lockstep.systems.hrm.data.sources import Options
 from lockstep.systems.hrm.puzzles import Puzzles, generate
 from lockstep.systems.hrm.reports.scores import Votes, answer_split, by_segments

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.systems.hrm.data import arc_tasks as arc
+from lockstep.systems.hrm.data import arc
 from lockstep.systems.hrm.reports.page import (
     cropped,
     grid,

@@ -18,7 +18,7 @@ from lockstep.systems.quantum.circuits.circuit import Circuit, gate
 from lockstep.systems.quantum.simulation.gradients import share, shifted
 from lockstep.systems.quantum.simulation.measure import PauliSum, probabilities
 from lockstep.systems.quantum.simulation.statevector import Simulator, expectation
-from lockstep.systems.quantum.transformer.closed_form import loss
+from lockstep.systems.quantum.transformer.amplitudes import loss
 from lockstep.systems.quantum.transformer.model import QuantumTransformer, Sentences
 
 hessian = torch.autograd.functional.hessian

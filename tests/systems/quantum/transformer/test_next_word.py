@@ -9,7 +9,7 @@ from torch import Tensor
 from lockstep.errors import ConfigError
 from lockstep.systems.quantum.circuits.circuit import Circuit
 from lockstep.systems.quantum.simulation.statevector import statevector
-from lockstep.systems.quantum.transformer.closed_form import (
+from lockstep.systems.quantum.transformer.amplitudes import (
     log_likelihoods,
     loss,
     of_sentences,

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from lockstep.errors import CheckpointError
 from lockstep.systems.quantum.transformer import ansatz
+from lockstep.systems.quantum.transformer.amplitudes import context_root, fubini_study, loss
 from lockstep.systems.quantum.transformer.ansatz import (
     context_norms,
     encode,
     positions,
     word_vectors,
 )
-from lockstep.systems.quantum.transformer.closed_form import context_root, fubini_study, loss
 from lockstep.systems.quantum.transformer.model import QuantumTransformer, Sentences
 
 WORDS = [f"w{i}" for i in range(12)]

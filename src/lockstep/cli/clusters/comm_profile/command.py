@@ -1,31 +1,39 @@
-"""`lockstep comm-profile`: starts ranks that measure, then shows and writes their profile."""
+"""`lockstep comm-profile`: starts ranks that measure, then shows their profile and writes it."""
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from lockstep.cli.clusters.comm_profile.rank import Request, command, measured
-from lockstep.cli.clusters.comm_profile.tables import (
-    check_plot,
-    heading,
-    skipped_lines,
-    tables,
-    write_plot,
-)
 from lockstep.cli.options import check_writable, shown_status
-from lockstep.errors import ConfigError, LaunchError, LockstepError, RankFailure
+from lockstep.config.files import replacing_binary
+from lockstep.errors import (
+    ConfigError,
+    DataError,
+    LaunchError,
+    LockstepError,
+    RankFailure,
+    file_errors,
+)
 from lockstep.launching.job.commands import RankCommand, rank_environment
 from lockstep.launching.job.run import Captured, capture
 from lockstep.launching.rank.environment import detect
 from lockstep.launching.rank.process import tell
 from lockstep.launching.start import choose_launcher, launcher_command
-from lockstep.planning.operations import parse_sizes
-from lockstep.planning.profile import Profile, from_json, write_json
+from lockstep.observe.figures import new_figure
+from lockstep.observe.reading.report.page import Picture, rendered
+from lockstep.observe.text import brief
+from lockstep.planning.operations import OPERATIONS, parse_sizes, size_text
+from lockstep.planning.profile import Measurement, Profile, Scope, from_json, write_json
 
 NUM_RANKS = 2
 DEVICES = ("auto", "cpu", "cuda")
@@ -198,3 +206,175 @@ def _show(profile: Profile, options: Options, console: Console) -> None:
     for name, path in (("profile", options.json), ("plot", options.plot)):
         if path is not None:
             console.print(f"{name:8} {path}", highlight=False, markup=False)
+
+
+KINDS = ("svg", "png")
+_EXTRA = "report"
+_LINES = {"lockstep": "-", "torch": "--"}
+_SCOPES = {"inside": "inside a host", "between": "between hosts", "all": "all ranks"}
+
+
+def check_plot(path: Path) -> str:
+    """The kind of picture that a file is to hold; checks that it can be drawn.
+
+    Raises:
+        ConfigError: its name ends in something else, or matplotlib is not installed.
+    """
+    kind = path.suffix.removeprefix(".").lower()
+    if kind not in KINDS:
+        raise ConfigError(f"--plot {path}: must end in .svg or .png")
+    new_figure(1.0, 1.0, "", _EXTRA)
+    return kind
+
+
+def write_plot(path: Path, profile: Profile) -> None:
+    """Draw a profile.
+
+    Raises:
+        ConfigError: as `check_plot`.
+        DataError: the file cannot be written.
+    """
+    kind = check_plot(path)
+    picture = rendered(Picture("comm-profile", "Communication", _figure(profile)), kind)
+    with file_errors(DataError, path), replacing_binary(path) as file:
+        file.write(picture)
+
+
+def _figure(profile: Profile) -> Any:
+    """For each scope, times with their fits on the left, and bus bandwidths on the right."""
+    scopes = list(dict.fromkeys(m.scope for m in profile.measurements))
+    title = f"{profile.num_ranks} ranks over {profile.transport} ({profile.launcher})"
+    figure = new_figure(12.0, 1.0 + 4.6 * len(scopes), title, _EXTRA)
+    for row, scope in enumerate(scopes):
+        of = [m for m in profile.measurements if m.scope == scope and m.points[0].num_bytes]
+        latency = figure.add_subplot(len(scopes), 2, 2 * row + 1)
+        speed = figure.add_subplot(len(scopes), 2, 2 * row + 2)
+        numbers = {"lockstep": itertools.count(), "torch": itertools.count()}
+        for measurement in of:
+            colour = f"C{next(numbers[measurement.layer]) % 10}"
+            _draw(measurement, colour, latency, speed)
+        _label(latency, f"{_SCOPES[scope]}: median time, and fits (thin)", "µs")
+        _label(speed, f"{_SCOPES[scope]}: bus bandwidth", "GB/s")
+        if of:
+            speed.legend(fontsize=7, ncols=2)
+    return figure
+
+
+def _draw(measurement: Measurement, colour: str, latency: Any, speed: Any) -> None:
+    sizes = [point.num_bytes for point in measurement.points]
+    style = {"color": colour, "linestyle": _LINES[measurement.layer], "marker": "."}
+    label = f"{measurement.layer}/{measurement.operation}"
+    latency.plot(sizes, [1e6 * p.median_s for p in measurement.points], label=label, **style)
+    speed.plot(sizes, [1e-9 * p.bus_bytes_per_s for p in measurement.points], label=label, **style)
+    for piece in measurement.fit.pieces if measurement.fit else ():
+        held = [n for n in sizes if piece.first_bytes <= n <= piece.last_bytes]
+        fitted = [1e6 * piece.seconds(n) for n in held]
+        latency.plot(held, fitted, color=colour, linewidth=0.5)
+
+
+def _label(axes: Any, title: str, unit: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel("bytes", fontsize=8)
+    axes.set_ylabel(unit, fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.grid(visible=True, alpha=0.3)
+
+
+_MEANT = {
+    "inside": "inside a host",
+    "between": "between hosts, one rank of each",
+    "all": "all ranks of all hosts",
+}
+
+
+def heading(profile: Profile) -> str:
+    """A line that describes the ranks of a profile."""
+    hosts = ", ".join(f"{h.name} ({len(h.ranks)} ranks, {h.cores} cores)" for h in profile.hosts)
+    carried = f"{profile.launcher}, {profile.transport}, {profile.device}"
+    return f"{profile.num_ranks} ranks ({carried}) on {hosts}"
+
+
+def tables(profile: Profile) -> Iterator[Table]:
+    """For each scope, a table of sizes and one of fits."""
+    scopes: list[Scope] = ["inside", "between", "all"]
+    for scope in scopes:
+        if of := [m for m in profile.measurements if m.scope == scope]:
+            yield _times(f"{_MEANT[scope]}, {of[0].num_ranks} ranks", of)
+            yield _fits(of)
+
+
+def skipped_lines(profile: Profile) -> Iterator[str]:
+    """Which sizes were not measured, and why."""
+    for measurement in profile.measurements:
+        for reason in ("time", "memory"):
+            sizes = [s.num_bytes for s in measurement.skipped if s.reason == reason]
+            if sizes:
+                key = f"{measurement.layer}/{measurement.operation}"
+                remedy = "raise --seconds" if reason == "time" else "the memory is too small"
+                yield (
+                    f"{key}, {_MEANT[measurement.scope]}: skipped from {size_text(sizes[0])} on "
+                    f"({remedy})"
+                )
+
+
+def speed_text(bytes_per_s: float) -> str:
+    """A bandwidth in GB/s or MB/s of powers of 1,000, with three digits."""
+    if bytes_per_s >= 999.5e6:  # rounded to three digits it would be 1,000
+        return f"{bytes_per_s / 1e9:.3g} GB/s"
+    return f"{bytes_per_s / 1e6:.3g} MB/s"
+
+
+def _times(title: str, measurements: list[Measurement]) -> Table:
+    table = _table(title, "size", "calls", "least", "median", "99 %", "algorithm", "bus")
+    for measurement in measurements:
+        table.add_row(f"{measurement.layer}/{measurement.operation}")
+        for point in measurement.points:
+            has_size = point.num_bytes > 0
+            table.add_row(
+                f"  {size_text(point.num_bytes)}" if has_size else "",
+                str(point.num_samples),
+                brief(point.min_s),
+                brief(point.median_s),
+                brief(point.p99_s),
+                speed_text(point.algorithm_bytes_per_s) if has_size else "",
+                speed_text(point.bus_bytes_per_s) if has_size else "",
+            )
+    return table
+
+
+def _fits(measurements: list[Measurement]) -> Table:
+    table = _table("seconds = α + β·bytes", "sizes", "α", "1/β", "bus", "worst")
+    for measurement in measurements:
+        if measurement.fit is None:
+            continue
+        key = f"{measurement.layer}/{measurement.operation}"
+        table.add_row(key)
+        factor = OPERATIONS[key].factor(measurement.num_ranks)
+        worst = f"{100 * measurement.fit.worst_residual:.0f} %"
+        for piece in measurement.fit.pieces:
+            speed = 1 / piece.beta_s_per_byte if piece.beta_s_per_byte else 0.0
+            table.add_row(
+                f"  {size_text(piece.first_bytes)}–{size_text(piece.last_bytes)}",
+                brief(piece.alpha_s),
+                speed_text(speed) if speed else "∞",
+                speed_text(speed * factor) if speed else "∞",
+                worst,
+            )
+            worst = ""
+    return table
+
+
+def _table(title: str, first: str, *others: str) -> Table:
+    """A table whose first column has names, and below each name its sizes.
+
+    So it fits into 80 columns; otherwise numbers would be split from their units.
+    """
+    table = Table(
+        title=title, title_justify="left", box=None, pad_edge=False, collapse_padding=True
+    )
+    table.add_column(f"operation, {first}", no_wrap=True)
+    for name in others:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lockstep.cli.clusters.slurm import deliver
-from lockstep.cli.clusters.slurm_batch import JobFile, array, with_threads
+from lockstep.cli.clusters.slurm import JobFile, array, deliver, with_threads
 from lockstep.cli.start.sweep.grid import Grid, Point, grid, state_of
 from lockstep.cli.start.sweep.pool import (
     Job,

@@ -20,8 +20,7 @@ from lockstep.config.files import open_regular
 from lockstep.errors import ConfigError, LaunchError, file_errors
 from lockstep.launching.host.parent_watch import bound_to_parent
 from lockstep.observe.figures import new_figure, save
-from lockstep.observe.reading.listing import Summary
-from lockstep.observe.reading.runs import chosen
+from lockstep.observe.reading.listing import Summary, chosen
 from lockstep.observe.text import printable
 
 _POLL_S = 0.05

@@ -22,8 +22,7 @@ from lockstep.observe import text
 from lockstep.observe.monitor import describe
 from lockstep.observe.monitor.terminal.run_screen import Refreshing, RunScreen
 from lockstep.observe.monitor.watch import Monitor, MonitorThread
-from lockstep.observe.reading.listing import Summary, is_run
-from lockstep.observe.reading.runs import chosen
+from lockstep.observe.reading.listing import Summary, chosen, is_run
 
 ORDERS = ("-started", "-newest", "name", "state", "-step", "train/loss", "val/loss")
 """Keys that the list can be sorted by."""

@@ -23,11 +23,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.observe.monitor.watch import Watched
-from lockstep.observe.monitor.web import views
+from lockstep.observe.monitor.web import is_loopback, views
 from lockstep.observe.monitor.web.hub import Hub
-from lockstep.observe.monitor.web.server import is_loopback
 from lockstep.observe.reading.differences import config_differences
-from lockstep.observe.reading.runs import chosen
+from lockstep.observe.reading.listing import chosen
 
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "

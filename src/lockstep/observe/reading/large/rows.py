@@ -16,7 +16,7 @@ from lockstep.engine.events import Evaluated, Event, Logged, RunStarted, StepDon
 from lockstep.errors import RunDirectoryError
 from lockstep.observe.reading.history import step_values
 from lockstep.observe.reading.large.envelopes import Envelope, Row, joined, of_points
-from lockstep.observe.storing.rows import event_from_row
+from lockstep.observe.storing.jsonl import event_from_row
 
 Parse = Callable[[bytes], Any]
 _TRAINING = "training"

@@ -37,6 +37,8 @@ SPLITS = ("train", "test")
 
 METADATA_FILE = "dataset.json"
 IDENTIFIERS_FILE = "identifiers.json"
+BLANK_IDENTIFIER = "<blank>"
+"""Name of identifier 0, of puzzles that have none of their own."""
 ARRAYS = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
 """The arrays of a set, each in `<set>__<array>.npy`."""
 
@@ -46,6 +48,21 @@ _MOST_IDENTIFIER_BYTES = 16 * MAX_TEXT_BYTES
 
 _BLOCK_VALUES = 1 << 22
 """Values that are checked at a time: an array may be larger than memory."""
+
+
+@dataclass(frozen=True)
+class Puzzle:
+    """A puzzle: an identifier, and examples.
+
+    Attributes:
+        identifier: number of its identifier; 0 if it has none of its own.
+        inputs: tokens [n, seq_len], n of at least 1.
+        labels: tokens [n, seq_len]; 0 in cells without an answer.
+    """
+
+    identifier: int
+    inputs: Integers
+    labels: Integers
 
 
 @dataclass(frozen=True)

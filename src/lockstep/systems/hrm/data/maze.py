@@ -20,6 +20,7 @@ import numpy.typing as npt
 from lockstep.config.parsing import shown
 from lockstep.errors import ConfigError, DataError
 from lockstep.systems.hrm.data.arrays import NUM_SYMMETRIES, Use, keyed, transformed
+from lockstep.systems.hrm.data.format import Puzzle
 from lockstep.systems.hrm.data.sources import (
     DEFAULT_COUNT,
     OptionError,
@@ -31,7 +32,6 @@ from lockstep.systems.hrm.data.sources import (
     pair_source,
     read_rows,
 )
-from lockstep.systems.hrm.data.writer import Puzzle
 
 CHARACTERS = "# SGo"
 VOCAB_SIZE = len(CHARACTERS) + 1

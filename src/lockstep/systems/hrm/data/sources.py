@@ -17,7 +17,7 @@ from lockstep.config.files import open_to_read
 from lockstep.config.parsing import parse_int, shown
 from lockstep.errors import ConfigError, DataError
 from lockstep.systems.hrm.data.arrays import Use, keyed
-from lockstep.systems.hrm.data.writer import Puzzle
+from lockstep.systems.hrm.data.format import Puzzle
 
 Group = tuple[str, list[Puzzle]]
 """A split, and a group of it."""

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from lockstep.config.parsing import shown
 from lockstep.errors import ConfigError, DataError
 from lockstep.systems.hrm.data.arrays import Use, keyed
+from lockstep.systems.hrm.data.format import Puzzle
 from lockstep.systems.hrm.data.sources import (
     DEFAULT_COUNT,
     Options,
@@ -32,7 +33,6 @@ from lockstep.systems.hrm.data.sudoku_board import (
     draw_symmetries,
     to_tokens,
 )
-from lockstep.systems.hrm.data.writer import Puzzle
 
 DEFAULT_AUGMENT: Mapping[int, int] = {4: 10, 6: 100, 9: 1000}
 """Augmentations of a puzzle by the size of the board; 1,000 for 9x9 as published."""

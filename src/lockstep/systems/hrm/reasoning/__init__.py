@@ -5,7 +5,6 @@
 They are plain modules and functions of tensors, and know nothing of ranks.
 """
 
-from lockstep.systems.hrm.reasoning.base import ReasoningModel, Sizes, State
 from lockstep.systems.hrm.reasoning.halting import (
     IGNORED,
     accuracy,
@@ -18,7 +17,13 @@ from lockstep.systems.hrm.reasoning.halting import (
     softmax_cross_entropy,
     stablemax_cross_entropy,
 )
-from lockstep.systems.hrm.reasoning.models import HierarchicalModel, RecursiveModel
+from lockstep.systems.hrm.reasoning.models import (
+    HierarchicalModel,
+    ReasoningModel,
+    RecursiveModel,
+    Sizes,
+    State,
+)
 
 __all__ = [
     "IGNORED",

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from lockstep.config.files import leftovers, replacing, replacing_binary
 from lockstep.errors import ConfigError
-from lockstep.systems.hrm.data.arc_tasks import PAD
+from lockstep.systems.hrm.data.arc import PAD
 from lockstep.systems.hrm.reports.rules import Cells, Kind, Tokens
 from lockstep.systems.hrm.reports.scores import PuzzleAnswers, SplitAnswers
 from lockstep.systems.hrm.reports.terminal import probability

@@ -9,8 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.systems.hrm.data import arc_tasks as arc
-from lockstep.systems.hrm.data import maze
+from lockstep.systems.hrm.data import arc, maze
 from lockstep.systems.hrm.data.sudoku_board import Board, Grid, are_solutions, board_of, to_grids
 
 Tokens = npt.NDArray[np.integer[Any]]

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.systems.hrm.data.arc import Answer, parse_name, vote
-from lockstep.systems.hrm.data.arc_tasks import Grid, to_grid
+from lockstep.systems.hrm.data.arc import Answer, Grid, parse_name, to_grid, vote
 from lockstep.systems.hrm.puzzles import Indices, Puzzles
 from lockstep.systems.hrm.reports.rules import Tokens
 from lockstep.systems.hrm.reports.terminal import probability

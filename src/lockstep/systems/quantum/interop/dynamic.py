@@ -11,13 +11,13 @@ import torch
 from lockstep.errors import ConfigError
 from lockstep.systems.quantum.circuits.angles import kind_of
 from lockstep.systems.quantum.circuits.circuit import Circuit, Gate, check_num_qubits
-from lockstep.systems.quantum.interop.qasm_reader import reading
-from lockstep.systems.quantum.interop.qasm_writer import (
+from lockstep.systems.quantum.interop.qasm import (
     expanded,
     expanded_gate,
     header,
     line,
     qiskit_gate,
+    reading,
 )
 from lockstep.systems.quantum.interop.qiskit_reader import Reader, import_qiskit, parameters_of
 from lockstep.systems.quantum.noise.channels import Channel, qubit_channel

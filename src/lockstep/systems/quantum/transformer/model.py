@@ -14,6 +14,13 @@ from lockstep.systems.quantum.circuits.circuit import Circuit
 from lockstep.systems.quantum.simulation.adjoint import differentiable_once
 from lockstep.systems.quantum.simulation.gradients import share, shifted
 from lockstep.systems.quantum.simulation.statevector import Simulator
+from lockstep.systems.quantum.transformer.amplitudes import (
+    amplitudes,
+    next_word_amplitudes,
+    probability,
+    superposition,
+    transitions,
+)
 from lockstep.systems.quantum.transformer.ansatz import (
     WORD_SCALE,
     angle_shape,
@@ -26,13 +33,6 @@ from lockstep.systems.quantum.transformer.ansatz import (
     unitaries,
     word_vectors,
 )
-from lockstep.systems.quantum.transformer.closed_form import (
-    amplitudes,
-    next_word_amplitudes,
-    probability,
-    transitions,
-)
-from lockstep.systems.quantum.transformer.superposition import superposition
 
 _MOST_SIMULATORS = 512
 """Most sentences whose simulators are cached."""

@@ -22,8 +22,14 @@ import numpy as np
 
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.systems.ufs.fields.variables import accepted, spelt
-from lockstep.systems.ufs.netcdf.classic import check_whole
-from lockstep.systems.ufs.netcdf.decode import KEYS, Masked, Unusable, decoded, printable
+from lockstep.systems.ufs.netcdf.decode import (
+    KEYS,
+    Masked,
+    Unusable,
+    check_whole,
+    decoded,
+    printable,
+)
 
 MOST_CPU_S = 5.0
 """Processor time that opening a file or reading one piece may take; they take milliseconds."""

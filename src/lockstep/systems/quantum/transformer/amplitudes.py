@@ -1,4 +1,4 @@
-"""The quantum transformer's amplitudes and metric without a circuit.
+"""The quantum transformer's amplitudes and metric: in closed form, and as one circuit.
 
 With t_p the state of word p, Ψ_i = Σ_{j<i} t_j t_jᵀ / n_i of norm 1, V on the first register and W
 on the second, transition i = 1..T contributes
@@ -8,28 +8,37 @@ on the second, transition i = 1..T contributes
 and the amplitude is A = (1/T) Σ_i a_i. The right-hand side is attention with two bilinear scores
 and a causal mask: Ψ_i never has to be made.
 
+The circuit has all transitions in superposition. Its control qubits are the transition's number.
+Controlled on each value c, the context ψ of transition c + 1 is prepared on both registers; V and W
+act once, for all transitions; controlled again, the preparation of the target is undone on the
+first register, and that of the current word on the second. The amplitude of |0…0> is A.
+
 Transition i of a sentence has, for each word v that may be at position i,
 
     a_i(v) = <t_{i-1}| <v_i| (W ⊗ V) |ψ_i> = v_i† Σ_{j<i} V t_j (t_{i-1}† W t_j) / n_i
 
-It is √T times the superposition circuit's amplitude of |0…0> and value i - 1 of the controls, if
-the controls are measured without the final H, which makes them interfere. The sum over j is
-attention, and is computed once for all words.
+It is √T times the circuit's amplitude of |0…0> and value i - 1 of the controls, if the controls are
+measured without the final H, which makes them interfere. The sum over j is attention, and is
+computed once for all words.
 
-For a corpus, the superposition circuit prepares Σ_i √p_i |i> (W ⊗ V) ψ_i, with p_i the weight of
-transition i. Its metric needs the ψ_i only through ρ = Σ_i p_i ψ_i ψ_iᵀ, which is fixed.
+For a corpus, the circuit prepares Σ_i √p_i |i> (W ⊗ V) ψ_i, with p_i the weight of transition i.
+Its metric needs the ψ_i only through ρ = Σ_i p_i ψ_i ψ_iᵀ, which is fixed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lockstep.errors import ConfigError
+from lockstep.systems.quantum.circuits.angles import as_integer, parameter
+from lockstep.systems.quantum.circuits.circuit import Circuit, Gate, gate, unitary
 from lockstep.systems.quantum.simulation.gradients import fubini_study_of
 from lockstep.systems.quantum.simulation.parts import check_fits
-from lockstep.systems.quantum.transformer.ansatz import context_norms, unitaries
+from lockstep.systems.quantum.transformer.ansatz import angle_shape, context_norms, pairs, unitaries
 
 EPSILON = 1e-12
 """Added to the probability before the logarithm."""
@@ -223,3 +232,113 @@ def fubini_study(angles: Tensor, num_qubits: int, root: Tensor) -> Tensor:
         return torch.view_as_real(after.flatten())
 
     return fubini_study_of(state, angles.detach().flatten())
+
+
+_PREPARATION_COPIES = 4
+"""Matrices in memory while the preparation of a transition is made and checked."""
+_NORM_TOLERANCE = 1e-4
+"""States may have been normalised in single precision."""
+
+
+def superposition(states: Tensor, num_layers: int) -> Circuit:
+    """The circuit of a sentence.
+
+    Args:
+        states: states of the sentence's words, real and of norm 1, [T + 1, d] with d = 2^n.
+        num_layers: number of layers of the ansatz.
+
+    Returns:
+        A circuit on 2n qubits (first register, then second) and as many controls as T needs. Its
+        parameters are the angles of V, then those of W, flat.
+
+    Raises:
+        ConfigError: there are fewer than two states, their dimension is not a power of two or their
+            norm not 1, or the circuit does not fit into memory.
+    """
+    states = _checked(states)
+    as_integer(num_layers, "num_layers")
+    transitions, dim = len(states) - 1, states.shape[1]
+    check_fits(
+        f"the circuit of {transitions} transitions of dimension {dim}",
+        (transitions + _PREPARATION_COPIES) * dim**4 * torch.complex128.itemsize,
+        advice="take a smaller dimension, or the closed form, which needs no circuit",
+    )
+    num_qubits = dim.bit_length() - 1
+    first, second = tuple(range(num_qubits)), tuple(range(num_qubits, 2 * num_qubits))
+    controls = tuple(range(2 * num_qubits, 2 * num_qubits + (transitions - 1).bit_length()))
+    spread = list(_spread(controls, transitions))
+    gates = list(spread)
+    context = torch.zeros(dim, dim, dtype=states.dtype)
+    for number in range(transitions):
+        context = context + torch.outer(states[number], states[number])
+        psi = (context / context.norm()).flatten()
+        gates.append(_selected(preparation(psi), (*first, *second), controls, number))
+    size = torch.Size(angle_shape(num_qubits, num_layers)).numel()
+    gates += _ansatz(first, num_layers, 0)
+    gates += _ansatz(second, num_layers, size)
+    for number in range(transitions):  # preparations are their own inverses
+        gates.append(_selected(preparation(states[number + 1]), first, controls, number))
+        gates.append(_selected(preparation(states[number]), second, controls, number))
+    return Circuit(2 * num_qubits + len(controls), [*gates, *reversed(spread)], 2 * size)
+
+
+def _checked(states: Tensor) -> Tensor:
+    """The states in double precision.
+
+    Raises:
+        ConfigError: as `superposition`.
+    """
+    if not isinstance(states, Tensor) or states.dim() != 2 or states.is_complex():
+        raise ConfigError("the states of a sentence must be a real tensor [words, dimension]")
+    count, dim = states.shape
+    if count < 2 or dim < 2 or dim & (dim - 1):
+        raise ConfigError(
+            f"states [{count}, {dim}]: must be at least two, of a dimension that is a power of two"
+        )
+    states = states.detach().cpu().double()
+    if not bool(((states.norm(dim=1) - 1).abs() < _NORM_TOLERANCE).all()):
+        raise ConfigError("the states of a sentence must have norm 1")
+    return states
+
+
+def preparation(state: Tensor) -> Tensor:
+    """The reflection that exchanges |0…0> and a real state [N] of norm 1: [N, N]."""
+    normal = -state
+    normal[0] += 1
+    square = normal @ normal
+    identity = torch.eye(len(state), dtype=state.dtype)
+    if square < torch.finfo(state.dtype).tiny:
+        return identity
+    return identity - torch.outer(normal, normal) * (2 / square)
+
+
+def _spread(controls: tuple[int, ...], transitions: int) -> Iterator[Gate]:
+    """Gates, their own inverses, that make all values below `transitions` equally likely."""
+    if transitions == 1 << len(controls):
+        yield from (gate("h", qubit) for qubit in controls)
+        return
+    uniform = torch.zeros(1 << len(controls), dtype=torch.float64)
+    uniform[:transitions] = transitions**-0.5
+    yield unitary(preparation(uniform), *controls)
+
+
+def _selected(
+    matrix: Tensor, qubits: tuple[int, ...], controls: tuple[int, ...], number: int
+) -> Gate:
+    made = unitary(matrix, *qubits)
+    bits = [number >> i & 1 for i in range(len(controls))]
+    return made.controlled(*controls, state=bits) if controls else made
+
+
+def _ansatz(qubits: tuple[int, ...], num_layers: int, first: int) -> Iterator[Gate]:
+    """The gates of `ansatz.unitaries` on these qubits, with parameters from `first` on."""
+    number = first
+    for _ in range(num_layers):
+        for control, target in pairs(len(qubits)) or [(0, 0)]:
+            for rotation in range(angle_shape(len(qubits), 1)[2]):
+                qubit = qubits[(control, target)[rotation % 2]]
+                for name in ("rx", "ry", "rz"):
+                    yield gate(name, qubit, angle=parameter(number))
+                    number += 1
+                if rotation % 2:
+                    yield gate("cx", qubits[control], qubits[target])
