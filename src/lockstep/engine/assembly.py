@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from lockstep.config import TrainConfig
@@ -19,12 +18,10 @@ from lockstep.engine.audit.reachable import optimizers_in
 from lockstep.engine.audit.saved_state import kept_by
 from lockstep.engine.digests import Rounding, model_digest, rounding_of
 from lockstep.engine.evaluation.batches import (
-    evaluated_splits,
-    evaluation_batches,
     is_validation,
     judged,
 )
-from lockstep.engine.evaluation.evaluation import Evaluation
+from lockstep.engine.evaluation.evaluation import Evaluation, evaluations
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.hook import Hook
 from lockstep.engine.optimizer.learning_rates import first_change, values_of
@@ -270,20 +267,6 @@ def checked_hooks(task: Task) -> tuple[Hook, ...]:
                 "what changes the model must run on every rank"
             )
     return tuple(hooks)
-
-
-def evaluations(
-    task: Task, config: TrainConfig, device: torch.device, splits: Sequence[str] | None = None
-) -> dict[str, Evaluation]:
-    """The evaluations of those of `splits` that the task has; by default of all that it names."""
-    names = evaluated_splits(task) if splits is None else splits
-    datasets = {name: task.dataset(name) for name in names}
-    size, seed = config.eval_batch_size, config.seed
-    return {
-        name: Evaluation(task, evaluation_batches(task, name, data, size, device, seed))
-        for name, data in datasets.items()
-        if data is not None
-    }
 
 
 def _check_groups_kept(changed: str) -> None:

@@ -307,6 +307,23 @@ def sizes(batch: Any) -> Iterator[int]:
             yield from sizes(value)
 
 
+def moved(batch: Batch, module: Any, datamodule: Any) -> Any:
+    """The data of a batch, as Lightning would move it to the module's device."""
+    data, device = batch.data, module.device
+    for name, more in (
+        ("on_before_batch_transfer", ()),
+        ("transfer_batch_to_device", (device,)),
+        ("on_after_batch_transfer", ()),
+    ):
+        owner = next(
+            (o for o in (datamodule, module) if o is not None and overrides(o, name)),
+            module if more and device.type != "cpu" else None,
+        )
+        if owner is not None:
+            data = getattr(owner, name)(data, *more, batch.loader)
+    return data
+
+
 def prepare(owner: Any, seed: int) -> None:
     """Call `prepare_data` and `setup("fit")`, with random numbers that depend on the seed only.
 

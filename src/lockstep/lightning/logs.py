@@ -91,6 +91,37 @@ class Journal:
                 return weight
         return None
 
+    def numbers_beside(self, loss: Tensor | None) -> dict[str, tuple[Any, float]]:
+        """The numbers that were logged, without the loss that the step returns.
+
+        Raises:
+            TaskError: another value was logged by that name.
+        """
+        numbers = dict(self.numbers)
+        if loss is not None and "loss" in numbers:
+            total, weight = numbers.pop("loss")
+            if not torch.isclose(total / weight, loss.detach().double(), equal_nan=True):
+                raise TaskError(
+                    "self.log('loss'): is not what the step returns, which has that name; give it "
+                    "another one"
+                )
+        return numbers
+
+    def metric_paths(self, module: nn.Module) -> dict[str, str]:
+        """The paths in a module of the metrics that were logged, by name.
+
+        Raises:
+            TaskError: one of them is not in it.
+        """
+        paths = {id(metric): path for path, metric in metrics_in(module).items()}
+        for name, metric in self.metrics.items():
+            if id(metric) not in paths:
+                raise TaskError(
+                    f"self.log({name!r}, {type(metric).__name__}): must be an attribute of the "
+                    "module, made in __init__, and have states of its own"
+                )
+        return {name: paths[id(metric)] for name, metric in self.metrics.items()}
+
 
 def metrics_in(module: nn.Module) -> dict[str, Metric]:
     """The metrics of torchmetrics in a module, by the paths of their attributes."""

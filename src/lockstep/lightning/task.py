@@ -27,6 +27,7 @@ from lockstep.lightning.data import (
     Source,
     Split,
     loaders_of,
+    moved,
     order_of,
     overrides,
     prepare,
@@ -260,7 +261,7 @@ class LightningTask(Task):
             if overrides(model, f"on_{stage}_batch_end"):
                 getattr(model, f"on_{stage}_batch_end")(output, *at)
             states = {path: state_of(metric) for path, metric in metrics_in(model).items()}
-        self._note_metrics(model, journal, place)
+        self.logged[place] = journal.metric_paths(model)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         loss = loss.reshape(()) if isinstance(loss, Tensor) and loss.numel() == 1 else None
         numbers = self._numbers(journal, place, loss)
@@ -282,7 +283,7 @@ class LightningTask(Task):
     def _step(self, model: Any, batch: Batch, split: str) -> Iterator[tuple[Any, Journal]]:
         """Within it, the module computes one batch, which it gets as Lightning would move it."""
         trainer = model.trainer
-        data = self._moved(model, batch)
+        data = moved(batch, model, self._datamodule)
         journal = Journal(split, lambda: self._count(data))
         lists = {k: len(v) for k, v in vars(model).items() if isinstance(v, list)}
         with self.clock.opened(model), trainer.during(split, journal):
@@ -294,21 +295,6 @@ class LightningTask(Task):
                         "some batches only; log it by self.log, whose mean is taken over all "
                         "batches, or update a metric of torchmetrics (CatMetric keeps values)"
                     )
-
-    def _moved(self, module: Any, batch: Batch) -> Any:
-        data, device = batch.data, module.device
-        for name, more in (
-            ("on_before_batch_transfer", ()),
-            ("transfer_batch_to_device", (device,)),
-            ("on_after_batch_transfer", ()),
-        ):
-            owner = next(
-                (o for o in (self._datamodule, module) if o is not None and overrides(o, name)),
-                module if more and device.type != "cpu" else None,
-            )
-            if owner is not None:
-                data = getattr(owner, name)(data, *more, batch.loader)
-        return data
 
     def _count(self, data: Any) -> int:
         """Number of samples of a batch: the first size of its first tensor, as Lightning has it."""
@@ -333,14 +319,7 @@ class LightningTask(Task):
         Raises:
             TaskError: there is a new name, or one for the loss that has another value.
         """
-        numbers = dict(journal.numbers)
-        if loss is not None and "loss" in numbers:
-            total, weight = numbers.pop("loss")
-            if not torch.isclose(total / weight, loss.detach().double(), equal_nan=True):
-                raise TaskError(
-                    "self.log('loss'): is not what the step returns, which has that name; give it "
-                    "another one"
-                )
+        numbers = journal.numbers_beside(loss)
         known = self.names.setdefault(stage, sorted(numbers))
         new = sorted(numbers.keys() - {*known})
         if new:
@@ -349,16 +328,6 @@ class LightningTask(Task):
                 "same names"
             )
         return {name: numbers.get(name, (0.0, 0.0)) for name in known}
-
-    def _note_metrics(self, model: Any, journal: Journal, split: str) -> None:
-        paths = {id(metric): path for path, metric in metrics_in(model).items()}
-        for name, metric in journal.metrics.items():
-            if id(metric) not in paths:
-                raise TaskError(
-                    f"self.log({name!r}, {type(metric).__name__}): must be an attribute of the "
-                    "module, made in __init__, and have states of its own"
-                )
-        self.logged[split] = {n: paths[id(m)] for n, m in journal.metrics.items()}
 
     def _finished(
         self, split: str, states: Mapping[str, Mapping[str, Any]], count: int

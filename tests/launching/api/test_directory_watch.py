@@ -2,9 +2,7 @@
 
 import shutil
 
-from lockstep.engine.checkpoint.run_directory import RunDirectory
-from lockstep.engine.step.sums import DIRECTORY_LOST
-from lockstep.launching.api.rank import DirectoryWatch
+from lockstep.engine.checkpoint.run_directory import DIRECTORY_LOST, DirectoryWatch, RunDirectory
 
 
 def test_it_is_told_again_in_a_step_that_is_done_again(tmp_path):

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from lockstep.config import load, override_data
-from lockstep.engine.assembly import evaluations
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.evaluation.batches import evaluated_splits
+from lockstep.engine.evaluation.evaluation import evaluations
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.snapshot.restore import find_snapshot
 from lockstep.engine.task import Task

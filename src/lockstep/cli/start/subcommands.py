@@ -89,23 +89,26 @@ def train(
         foresee_ranks(overrides or [])
     with importing(quiet):
         from lockstep.cli.start import train as command
+        from lockstep.launching.api import Session
     steps = command.steps_to_profile(profile, profile_steps)
     start = command.start_items(from_run, from_only or [], run_dir if resume else None)
-    items = [*(overrides or []), *start]
+    session = Session(
+        str(run_dir) if run_dir else None,
+        resume,
+        quiet=quiet,
+        profile=steps,
+        per_rank=per_rank,
+        verbose=verbose,
+    )
     leave(
         command.train(
             target,
-            items,
-            ranks,
-            launcher,
-            run_dir,
-            resume,
+            [*(overrides or []), *start],
+            session,
             config,
-            replace,
-            quiet,
-            steps,
-            per_rank,
-            verbose,
+            ranks=ranks,
+            launcher=launcher,
+            replacements=replace,
         )
     )
 
@@ -130,10 +133,17 @@ def resume(
         foresee_ranks(overrides or [])
     with importing(quiet):
         from lockstep.cli.start import train as command
+        from lockstep.launching.api import Session
     steps = command.steps_to_profile(profile, profile_steps)
+    session = Session(quiet=quiet, profile=steps, per_rank=per_rank, verbose=verbose)
     leave(
         command.resume(
-            run_dir, overrides or [], ranks, launcher, replace, quiet, steps, per_rank, verbose
+            run_dir,
+            overrides or [],
+            session,
+            ranks=ranks,
+            launcher=launcher,
+            replacements=replace,
         )
     )
 

@@ -37,32 +37,23 @@ _PROFILED = (10, 13)
 def train(
     target: str,
     overrides: Sequence[str],
+    session: Session,
+    config_file: Path | None = None,
+    *,
     ranks: int | None,
     launcher: str | None,
-    run_dir: Path | None,
-    resume: bool,
-    config_file: Path | None = None,
-    replacements: int = 0,
-    quiet: bool = False,
-    profile: tuple[int, int] | None = None,
-    per_rank: bool = False,
-    verbose: bool = False,
+    replacements: int,
 ) -> int:
     """Train a target in this process, if that is a rank or the only process; otherwise start ranks.
 
     Args:
         target: recipe, file or script to train.
         overrides: `key=value` items for the config.
+        session: how to train; in a rank that a launcher has started, that launcher's request.
+        config_file: path of a YAML file with the config, if there is one.
         ranks: number of ranks to start; None for one, or where this process is a rank.
         launcher: name of the launcher; None chooses one.
-        run_dir: path of the run directory; None makes a new one.
-        resume: whether to go on where the run ended.
-        config_file: path of a YAML file with the config, if there is one.
         replacements: greatest number of processes to start in the place of killed ranks.
-        quiet: whether to show warnings, errors and the last line only.
-        profile: first and last step to record, counted from the start of this session from 1.
-        per_rank: whether to show with each report what each rank does with its time.
-        verbose: whether to show checkpoints, all evaluations and how work is shared out, too.
 
     Returns:
         The exit code.
@@ -72,7 +63,7 @@ def train(
     """
     environment = detect(os.environ)
     given = Session.from_env()
-    if resume and run_dir is None and given is None:
+    if session.resume and session.run_dir is None and given is None:
         raise ConfigError(
             "--resume: names no run to go on with; add --run-dir RUN, or use `lockstep resume RUN` "
             "(`lockstep runs` lists the runs)"
@@ -85,28 +76,15 @@ def train(
                 f"{target}: this process is already a rank; start `python {target}` itself under "
                 f"{environment.launcher}"
             )
-        own = str(run_dir) if run_dir else None
-        session = given or Session(
-            own, resume, quiet=quiet, profile=profile, per_rank=per_rank, verbose=verbose
-        )
+        session = replace(given or session, target=absolute(target))
         session.extend_search_path()
-        return _train_here(
-            target, overrides, replace(session, target=absolute(target)), config_file
-        )
+        return _train_here(target, overrides, session, config_file)
 
     num_ranks = 1 if ranks is None else ranks
     chosen = choose_launcher(launcher, num_ranks)
     check_replacements(chosen, replacements)
     where = absolute(target)
-    session = Session(
-        str(run_dir) if run_dir else None,
-        resume,
-        target=where,
-        quiet=quiet,
-        profile=profile,
-        per_rank=per_rank,
-        verbose=verbose,
-    )
+    session = replace(session, target=where)
     if is_script(target) and config_file is not None:
         raise ConfigError(
             f"--config {config_file}: {target} is a script, which brings its own config; set "
@@ -118,14 +96,14 @@ def train(
         start = partial(rank_command, chosen, num_ranks, where, server=server)
         session = replace(session, console=False)
         if is_script(target):
-            path = run_dir or new_run_dir(Path(target).stem)
+            path = session.run_dir or new_run_dir(Path(target).stem)
             session = replace(session, run_dir=str(path), overrides=tuple(overrides))
             with kept_if_refused(Path(path)) as kept:
                 return _start(start((), replacements), session, 1, kept)
         kind, config = configured(target, overrides, config_file, session.resumed)
         task = make_task(kind, config)
         predicted(config, num_ranks)  # here, so that an unusable plan fails before ranks start
-        session = replace(session, run_dir=str(run_dir or new_run_dir(task.name)))
+        session = replace(session, run_dir=session.run_dir or str(new_run_dir(task.name)))
         directory = RunDirectory(Path(str(session.run_dir)))
         # Fixed for ranks that start later, and found once.
         arguments = [*overrides, *items(config.weights_from), *completed_items(config)]
@@ -142,26 +120,21 @@ def train(
 def resume(
     run_dir: Path,
     overrides: Sequence[str],
+    session: Session,
+    *,
     ranks: int | None,
     launcher: str | None,
-    replacements: int = 0,
-    quiet: bool = False,
-    profile: tuple[int, int] | None = None,
-    per_rank: bool = False,
-    verbose: bool = False,
+    replacements: int,
 ) -> int:
     """Resume the run in a directory; overrides may change only keys that cannot change the result.
 
     Args:
         run_dir: path of the run directory.
         overrides: `key=value` items for the config.
+        session: how to train; resumes that run.
         ranks: number of ranks to start; None for one.
         launcher: name of the launcher; None chooses one.
         replacements: greatest number of processes to start in the place of killed ranks.
-        quiet: whether to show warnings, errors and the last line only.
-        profile: first and last step to record, counted from the start of this session from 1.
-        per_rank: whether to show with each report what each rank does with its time.
-        verbose: whether to show checkpoints, all evaluations and how work is shared out, too.
 
     Returns:
         The exit code.
@@ -175,10 +148,16 @@ def resume(
         overrides, file = [*known.overrides, *overrides], None
     else:
         file = run_dir / "config.yaml"
+    session = replace(session, run_dir=str(run_dir), resume=True)
     return train(
-        target, overrides, ranks, launcher, run_dir, True, file, replacements, quiet, profile,
-        per_rank, verbose,
-    )  # fmt: skip
+        target,
+        overrides,
+        session,
+        file,
+        ranks=ranks,
+        launcher=launcher,
+        replacements=replacements,
+    )
 
 
 def start_items(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import IO
 
 from lockstep.config import TrainConfig, outcome
@@ -27,6 +28,12 @@ _COMMITTED = b'"event": "StepDone"'
 _HANG_REPORT = "hang_of_slot_"
 
 _LOCK_POLL_S = 0.02
+
+_LOOK_S = 0.25
+"""Seconds between checks whether the run directory still exists."""
+
+DIRECTORY_LOST = "the run directory is gone"
+"""The reason to end for it."""
 
 
 @dataclass(frozen=True)
@@ -343,3 +350,23 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"{self.path / name}: cannot be written: {error.strerror}"
             ) from None
+
+
+class DirectoryWatch:
+    """Checks from time to time whether the run directory of this process is gone.
+
+    If so, it reports that in each step from then on: the first of these may have to be repeated.
+    """
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._directory = directory
+        self._look_at = 0.0
+        self._reason = ""
+
+    def reason(self) -> str:
+        """Why the run has to end; empty if it does not."""
+        now = perf_counter()
+        if not self._reason and now >= self._look_at:
+            self._look_at = now + _LOOK_S
+            self._reason = DIRECTORY_LOST if self._directory.is_gone() else ""
+        return self._reason

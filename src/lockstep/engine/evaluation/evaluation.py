@@ -12,12 +12,18 @@ import torch
 from torch import nn
 
 from lockstep.comm.transport import LocalTransport, Transport
+from lockstep.config import TrainConfig
 from lockstep.data.attributes import AttributeGuard
 from lockstep.data.random import data_digest
 from lockstep.engine.audit.constants import Constants
 from lockstep.engine.audit.pass_state import PassState, is_check_due
 from lockstep.engine.audit.repetition import Repetition, depends_on
-from lockstep.engine.evaluation.batches import EvaluationBatches, Scores
+from lockstep.engine.evaluation.batches import (
+    EvaluationBatches,
+    Scores,
+    evaluated_splits,
+    evaluation_batches,
+)
 from lockstep.engine.evaluation.metrics import Leaf, StatefulMetrics, plain, tried
 from lockstep.engine.passes.buffers import KeptBuffers
 from lockstep.engine.passes.compute import Compute
@@ -299,3 +305,17 @@ def _united(means: dict[str, float], scalars: dict[str, float]) -> dict[str, flo
             )
         )
     return means | scalars
+
+
+def evaluations(
+    task: Task, config: TrainConfig, device: torch.device, splits: Sequence[str] | None = None
+) -> dict[str, Evaluation]:
+    """The evaluations of those of `splits` that the task has; by default of all that it names."""
+    names = evaluated_splits(task) if splits is None else splits
+    datasets = {name: task.dataset(name) for name in names}
+    size, seed = config.eval_batch_size, config.seed
+    return {
+        name: Evaluation(task, evaluation_batches(task, name, data, size, device, seed))
+        for name, data in datasets.items()
+        if data is not None
+    }

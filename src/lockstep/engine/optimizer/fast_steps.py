@@ -16,10 +16,13 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from lockstep.engine.flat_tensors import FlatTensors, Slice
 from lockstep.engine.optimizer.choice import is_step_replaced, takes_closure
 from lockstep.engine.optimizer.optimizer_state import are_tensors, is_savable, to_json
 from lockstep.errors import CheckpointError, TaskError, shared
-from lockstep.parallel.layout import Range
+from lockstep.parallel.layout import Range, within
+
+_FUSED_ON_CPU = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
 
 
 class Stepped(NamedTuple):
@@ -307,3 +310,37 @@ def _call(kernel: Callable[..., None], group: dict[str, Any], states: list[dict[
         amsgrad=False,
         maximize=group["maximize"],
     )
+
+
+def pieces(
+    optimizer: optim.Optimizer,
+    part_of_group: Sequence[optim.Optimizer],
+    flat: FlatTensors,
+    slices: Sequence[Sequence[Slice]],
+) -> list[Stepped]:
+    """Replace each group's parameters by what of its flat tensors is stepped here; returns that.
+
+    Args:
+        optimizer: an element-wise optimizer.
+        part_of_group: for each of its groups, the optimizer inside of it that steps the group.
+        flat: trainable parameters in flat memory.
+        slices: what to step, for each segment.
+    """
+    stepped = []
+    groups = optimizer.param_groups
+    for part, group in zip(part_of_group, groups, strict=True):
+        group["params"] = []
+        if type(part) in _FUSED_ON_CPU and not group.get("foreach"):
+            group["fused"] = group["fused"] is not False
+    for piece in flat.pieces:
+        for own in slices[piece.segment]:
+            first = max(piece.range.first, own.range.first)
+            last = min(piece.range.last, own.range.last)
+            if first < last:
+                range_ = Range(first, last)
+                parameter = nn.Parameter(own.parameters[within(range_, own.range)])
+                groups[piece.group]["params"].append(parameter)
+                stepped.append(
+                    Stepped(str(piece.group), parameter, piece.group, piece.segment, range_)
+                )
+    return stepped

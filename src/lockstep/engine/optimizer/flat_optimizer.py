@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, optim
 
 from lockstep.data.random import global_state, seed_all
 from lockstep.engine.audit.hidden_state import hidden_state, module_globals
@@ -27,7 +27,7 @@ from lockstep.engine.optimizer.choice import (
     parts_of,
     stepping_in,
 )
-from lockstep.engine.optimizer.fast_steps import FlatState, Keepers, Stepped
+from lockstep.engine.optimizer.fast_steps import FlatState, Keepers, Stepped, pieces
 from lockstep.engine.optimizer.optimizer_state import (
     TENSOR,
     OptimizerState,
@@ -44,7 +44,6 @@ from lockstep.parallel.layout import Range, is_in, within
 
 _TRAINED = "trained"
 """Key of the parameters that are trained, where others are evaluated and kept."""
-_FUSED_ON_CPU = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
 
 
 class FlatOptimizer:
@@ -153,7 +152,8 @@ class FlatOptimizer:
         for inner in self._optimizers.values():
             inner.state.clear()
         if self.elementwise:
-            self._make_pieces(slices)
+            parts = self._part_of_group
+            self._stepped = pieces(self._optimizer, parts, self._flat, slices)
 
     def move(self, flat: FlatTensors, slices: Sequence[Sequence[Slice]]) -> None:
         """Step other memory from now on; the optimizer's state is then lost.
@@ -398,23 +398,3 @@ class FlatOptimizer:
             first, last = part.range
             return state.flats[name][part.segment][first:last].clone()
         return state.tensors[f"{name}/{part.owner}"].to(part.tensor.device, copy=True)
-
-    def _make_pieces(self, slices: Sequence[Sequence[Slice]]) -> None:
-        """Replace each group's parameters by what of its flat tensors is stepped here."""
-        self._stepped = []
-        groups = self._optimizer.param_groups
-        for optimizer, group in zip(self._part_of_group, groups, strict=True):
-            group["params"] = []
-            if type(optimizer) in _FUSED_ON_CPU and not group.get("foreach"):
-                group["fused"] = group["fused"] is not False
-        for piece in self._flat.pieces:
-            for own in slices[piece.segment]:
-                part = Range(
-                    max(piece.range.first, own.range.first), min(piece.range.last, own.range.last)
-                )
-                if part.first < part.last:
-                    parameter = nn.Parameter(own.parameters[within(part, own.range)])
-                    groups[piece.group]["params"].append(parameter)
-                    self._stepped.append(
-                        Stepped(str(piece.group), parameter, piece.group, piece.segment, part)
-                    )

@@ -17,7 +17,7 @@ from lockstep.engine.assembly import assemble
 from lockstep.engine.audit.hints import coupled_loss, ignored_methods, mean_loss
 from lockstep.engine.audit.repetition import StepRepeated
 from lockstep.engine.checkpoint.checkpointer import Checkpointer
-from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.checkpoint.run_directory import DIRECTORY_LOST, RunDirectory
 from lockstep.engine.evaluation.batches import Scores, is_validation
 from lockstep.engine.evaluation.evaluation import EvaluationAudit
 from lockstep.engine.events import Finished, Rebalanced, Warned
@@ -31,7 +31,7 @@ from lockstep.engine.run.run_state import RunState
 from lockstep.engine.runtime import Runtime, check_can_regroup, everywhere
 from lockstep.engine.snapshot.capture import whole_digest
 from lockstep.engine.snapshot.restore import temporary_state
-from lockstep.engine.step.sums import DIRECTORY_LOST, StepResult
+from lockstep.engine.step.sums import StepResult
 from lockstep.engine.task import Task
 from lockstep.errors import RunDirectoryError, TaskFailure, shared
 

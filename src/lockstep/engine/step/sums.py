@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lockstep.engine.checkpoint.run_directory import DIRECTORY_LOST
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.passes.loss_checks import check_weight, non_finite_gradient, non_finite_loss
 from lockstep.engine.passes.passes import Passes, StepParts, fill
@@ -18,7 +19,6 @@ from lockstep.engine.task.task_config import LengthReads
 from lockstep.engine.timing import Times
 from lockstep.parallel.rounds import Rounds
 
-DIRECTORY_LOST = "the run directory is gone"
 STOP_REASONS = ("", "interrupted", "hung up", "terminated", "preempted", DIRECTORY_LOST)
 """Why a run may be asked to end, by rising urgency; empty if it is not asked to."""
 

@@ -7,13 +7,13 @@ from lockstep.engine.task.task import (
     Task,
     has_batch_loss,
     has_carry,
-    has_lookups,
-    own_collate,
 )
 from lockstep.engine.task.task_config import (
     data_buffers,
+    has_lookups,
     is_part_of,
     is_scratch,
+    own_collate,
     rebuilt,
     with_config,
     with_watched_config,

@@ -391,11 +391,6 @@ def has_batch_loss(task: Task) -> bool:
     return type(task).batch_loss is not Task.batch_loss
 
 
-def has_lookups(task: Task) -> bool:
-    """Whether a task says which rows of tables a batch needs."""
-    return type(task).lookups is not Task.lookups
-
-
 def check_config(kind: type[Task], config: TrainConfig) -> None:
     """Refuse a config that is not of a task's own class.
 
@@ -406,9 +401,3 @@ def check_config(kind: type[Task], config: TrainConfig) -> None:
         raise TaskError(
             f"{kind.__name__}: needs a {kind.Config.__name__}, got a {type(config).__name__}"
         )
-
-
-def own_collate(task: Task) -> Callable[[list[Any]], Any] | None:
-    """The task's `collate` if it has one of its own."""
-    inherited = getattr(task.collate, "__func__", None) is Task.collate
-    return None if inherited else task.collate

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABCMeta
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -154,6 +154,17 @@ def _moved(config: Config, kind: Any) -> Config:
     for name in _SLOTS:
         object.__setattr__(moved, name, object.__getattribute__(config, name))
     return moved
+
+
+def has_lookups(task: Task) -> bool:
+    """Whether a task says which rows of tables a batch needs."""
+    return type(task).lookups is not Task.lookups
+
+
+def own_collate(task: Task) -> Callable[[list[Any]], Any] | None:
+    """The task's `collate` if it has one of its own."""
+    inherited = getattr(task.collate, "__func__", None) is Task.collate
+    return None if inherited else task.collate
 
 
 def is_scratch(task: Task, path: str) -> bool:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 
 import torch
 
@@ -24,7 +23,7 @@ from lockstep.data.random import kept_generators
 from lockstep.engine.checkpoint.kept_directory import KeptDirectory, kept_if_refused
 from lockstep.engine.checkpoint.listing import folder_name
 from lockstep.engine.checkpoint.origin import settled
-from lockstep.engine.checkpoint.run_directory import Identity, RunDirectory
+from lockstep.engine.checkpoint.run_directory import DirectoryWatch, Identity, RunDirectory
 from lockstep.engine.events import Failed, Finished, Warned
 from lockstep.engine.faults import At, edited, injector
 from lockstep.engine.run.loop import Trainer, exhausted
@@ -37,7 +36,6 @@ from lockstep.engine.runtime import (
     nothing_after_step,
     on_first,
 )
-from lockstep.engine.step.sums import DIRECTORY_LOST
 from lockstep.engine.task import Task, with_watched_config
 from lockstep.errors import LockstepError, shortened
 from lockstep.launching.api.device import naming_kernels, on_device
@@ -56,9 +54,6 @@ from lockstep.parallel.mesh import fitting
 
 TIMEOUT_S = 600.0
 """Seconds that ranks wait for one another over gloo or NCCL."""
-
-_LOOK_S = 0.25
-"""Seconds between checks whether the run directory still exists."""
 
 TAKE_OVER_S = 30.0
 """Seconds that a new rank 0 waits for the kernel to remove the process that holds the lock."""
@@ -245,26 +240,6 @@ def _steps(
                 hub.open()
             runtime.emit(_failed(error))
             raise
-
-
-class DirectoryWatch:
-    """Checks from time to time whether the run directory of this process is gone.
-
-    If so, it reports that in each step from then on: the first of these may have to be repeated.
-    """
-
-    def __init__(self, directory: RunDirectory) -> None:
-        self._directory = directory
-        self._look_at = 0.0
-        self._reason = ""
-
-    def reason(self) -> str:
-        """Why the run has to end; empty if it does not."""
-        now = perf_counter()
-        if not self._reason and now >= self._look_at:
-            self._look_at = now + _LOOK_S
-            self._reason = DIRECTORY_LOST if self._directory.is_gone() else ""
-        return self._reason
 
 
 def _result(

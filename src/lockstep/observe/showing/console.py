@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import inf
 
 from rich.console import Console, Group, RenderableType
@@ -30,110 +29,16 @@ from lockstep.engine.events import (
 )
 from lockstep.observe import text
 from lockstep.observe.showing.live import Display, LiveArea, Pace
-from lockstep.observe.showing.terminal import banner, spinner_name, stdout_console, styled
+from lockstep.observe.showing.terminal import (
+    EvaluationLine,
+    banner,
+    spinner_name,
+    stdout_console,
+    styled,
+)
 from lockstep.observe.sink import Sink
 from lockstep.observe.step_costs import Measured, Predicted, each_step, step_time
 from lockstep.observe.text import Item, fitted, printable, row, wrapped
-
-
-@dataclass
-class _Evaluation:
-    """An evaluation whose line may still be completed.
-
-    Attributes:
-        event: the evaluation.
-        loss: training loss up to its step, if that is known.
-        is_best: whether the watched metric was better than ever.
-    """
-
-    event: Evaluated
-    loss: float | None
-    is_best: bool = False
-
-
-class EvaluationLine:
-    """One line for an evaluation, and that it was the best.
-
-    Whether it was follows in an event of its own. So the line waits for the next event, for some
-    seconds at most; a timer's thread prints it then.
-
-    Args:
-        write: function that prints a line in a style of `rich`.
-        width: function that returns the columns of the console.
-        lock: lock that is held while a line is printed by the timer's thread.
-        wait_s: most seconds to wait.
-    """
-
-    def __init__(
-        self,
-        write: Callable[[str, str], None],
-        width: Callable[[], int],
-        lock: threading.RLock,
-        wait_s: float,
-    ) -> None:
-        self._write = write
-        self._width = width
-        self._lock = lock
-        self._wait_s = wait_s
-        self._waiting: _Evaluation | None = None
-        self._timer: threading.Timer | None = None
-        self._late_error: OSError | None = None
-        self._hidden_best: int | None = None
-
-    def raise_late(self) -> None:
-        """Raise what the timer's thread has met, once.
-
-        Raises:
-            OSError: the line could not be printed.
-        """
-        error, self._late_error = self._late_error, None
-        if error is not None:
-            raise error
-
-    def wait(self, event: Evaluated, loss: float | None) -> None:
-        """Print an evaluation's line with the next event.
-
-        Args:
-            event: the evaluation.
-            loss: training loss up to its step, if that is known.
-        """
-        self._waiting = _Evaluation(event, loss)
-        self._timer = threading.Timer(self._wait_s, self._show_late, (event,))
-        self._timer.daemon = True
-        self._timer.start()
-
-    def improve(self, step: int) -> None:
-        """Say of the line that waits, or else of the next one, that this step is the best."""
-        if self._waiting and self._waiting.event.step == step:
-            self._waiting.is_best = True
-        else:
-            self._hidden_best = step
-
-    def show(self) -> None:
-        """Print the line, if there is one."""
-        shown, self._waiting = self._waiting, None
-        timer, self._timer = self._timer, None
-        if timer:
-            timer.cancel()
-        if shown is None:
-            return
-        notes = ["best"] * shown.is_best
-        if self._hidden_best is not None and not shown.is_best:
-            notes = [f"best at {self._hidden_best:,}"]
-        self._hidden_best = None
-        line = text.evaluation(shown.event, shown.loss, notes, self._width())
-        self._write(line, "green" if shown.is_best else "")
-
-    def _show_late(self, event: Evaluated) -> None:
-        """In the timer's thread: print an evaluation that no event has followed."""
-        with self._lock:
-            if self._waiting is None or self._waiting.event is not event:
-                return
-            try:
-                self.show()
-            except OSError as error:
-                self._late_error = error  # for the thread that brings the next event
-
 
 _DRAWN = (StepDone, Evaluated, Improved, Checkpointed)
 """Events that come again and again: on a terminal they are drawn, and leave no line."""

@@ -1,17 +1,20 @@
-"""The console that commands and runs print on, and the lines that a run begins with."""
+"""The console that commands and runs print on, the lines that a run begins with, evaluations'."""
 
 from __future__ import annotations
 
 import errno
 import os
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 from rich.console import Console
 from rich.text import Text
 
-from lockstep.engine.events import Joined, RunStarted
+from lockstep.engine.events import Evaluated, Joined, RunStarted
+from lockstep.observe import text
 from lockstep.observe.text import Pairs, count
 from lockstep.parallel.layout import split
 
@@ -138,3 +141,102 @@ def _share(joined: Sequence[Joined]) -> str:
         return ""
     least, most = min(shares), max(shares)
     return f", {most} a rank" if least == most else f", {least} to {most} a rank"
+
+
+@dataclass
+class _Evaluation:
+    """An evaluation whose line may still be completed.
+
+    Attributes:
+        event: the evaluation.
+        loss: training loss up to its step, if that is known.
+        is_best: whether the watched metric was better than ever.
+    """
+
+    event: Evaluated
+    loss: float | None
+    is_best: bool = False
+
+
+class EvaluationLine:
+    """One line for an evaluation, and that it was the best.
+
+    Whether it was follows in an event of its own. So the line waits for the next event, for some
+    seconds at most; a timer's thread prints it then.
+
+    Args:
+        write: function that prints a line in a style of `rich`.
+        width: function that returns the columns of the console.
+        lock: lock that is held while a line is printed by the timer's thread.
+        wait_s: most seconds to wait.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[str, str], None],
+        width: Callable[[], int],
+        lock: threading.RLock,
+        wait_s: float,
+    ) -> None:
+        self._write = write
+        self._width = width
+        self._lock = lock
+        self._wait_s = wait_s
+        self._waiting: _Evaluation | None = None
+        self._timer: threading.Timer | None = None
+        self._late_error: OSError | None = None
+        self._hidden_best: int | None = None
+
+    def raise_late(self) -> None:
+        """Raise what the timer's thread has met, once.
+
+        Raises:
+            OSError: the line could not be printed.
+        """
+        error, self._late_error = self._late_error, None
+        if error is not None:
+            raise error
+
+    def wait(self, event: Evaluated, loss: float | None) -> None:
+        """Print an evaluation's line with the next event.
+
+        Args:
+            event: the evaluation.
+            loss: training loss up to its step, if that is known.
+        """
+        self._waiting = _Evaluation(event, loss)
+        self._timer = threading.Timer(self._wait_s, self._show_late, (event,))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def improve(self, step: int) -> None:
+        """Say of the line that waits, or else of the next one, that this step is the best."""
+        if self._waiting and self._waiting.event.step == step:
+            self._waiting.is_best = True
+        else:
+            self._hidden_best = step
+
+    def show(self) -> None:
+        """Print the line, if there is one."""
+        shown, self._waiting = self._waiting, None
+        timer, self._timer = self._timer, None
+        if timer:
+            timer.cancel()
+        if shown is None:
+            return
+        notes = ["best"] * shown.is_best
+        if self._hidden_best is not None and not shown.is_best:
+            notes = [f"best at {self._hidden_best:,}"]
+        self._hidden_best = None
+        line = text.evaluation(shown.event, shown.loss, notes, self._width())
+        self._write(line, "green" if shown.is_best else "")
+
+    def _show_late(self, event: Evaluated) -> None:
+        """In the timer's thread: print an evaluation that no event has followed."""
+        with self._lock:
+            if self._waiting is None or self._waiting.event is not event:
+                return
+            try:
+                self.show()
+            except OSError as error:
+                self._late_error = error  # for the thread that brings the next event

@@ -16,9 +16,9 @@ from lockstep.comm.transport import LocalTransport
 from lockstep.config import TrainConfig
 from lockstep.config.files import replacing, replacing_binary
 from lockstep.data.random import kept_generators
-from lockstep.engine.assembly import evaluations
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.evaluation.batches import evaluated_splits
+from lockstep.engine.evaluation.evaluation import evaluations
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, DataError
