@@ -108,9 +108,9 @@ def _importable() -> Iterator[None]:
         raise
 
 
-def shown_status(console: Console, what: str, quiet: bool) -> AbstractContextManager[Any]:
-    """A context that shows `what` beside a spinner on a terminal, unless `quiet`."""
-    return nullcontext() if quiet else console.status(what, spinner=_spinner_name(console))
+def shown_status(console: Console, text: str, quiet: bool) -> AbstractContextManager[Any]:
+    """A context that shows `text` beside a spinner on a terminal, unless `quiet`."""
+    return nullcontext() if quiet else console.status(text, spinner=_spinner_name(console))
 
 
 def _spinner_name(console: Console) -> str:

@@ -158,9 +158,9 @@ def _host() -> str:
     return " ".join([socket.gethostname(), booted, *spaces])
 
 
-def _first(said: list[Any]) -> str:
+def _first(everyone: list[Any]) -> str:
     """The first rank's problem; empty where no rank has any."""
-    return next((f"rank {r}: {p}" for r, p in enumerate(said) if p and isinstance(p, str)), "")
+    return next((f"rank {r}: {p}" for r, p in enumerate(everyone) if p and isinstance(p, str)), "")
 
 
 def _apart(offers: list[dict[str, Any]]) -> str:

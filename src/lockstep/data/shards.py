@@ -242,8 +242,8 @@ def _files(path: Path) -> Iterator[_Member]:
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     except _DAMAGE as error:
-        what = "is no uncompressed tar file" if not name else f"{_after(name)} is damaged"
-        raise DataError(f"{path}: {what}: {shown(str(error))[1:-1]}") from error
+        problem = "is no uncompressed tar file" if not name else f"{_after(name)} is damaged"
+        raise DataError(f"{path}: {problem}: {shown(str(error))[1:-1]}") from error
 
 
 def _after(name: str) -> str:

@@ -258,9 +258,8 @@ def difference(logs: Logs) -> str:
             key = (log.size, call.group, (ranks[0], ranks[-1], len(ranks)))
             groups.setdefault(key, {}).setdefault(log.rank, {})[call.number] = call
     for _, calls in sorted(groups.items()):
-        said = _first_difference(calls)
-        if said:
-            return said
+        if found := _first_difference(calls):
+            return found
     return ""
 
 
@@ -273,19 +272,19 @@ def _first_difference(calls: Mapping[int, Mapping[int, Call]]) -> str:
     first = max(min(numbers) for numbers in calls.values())
     last = min(max(numbers) for numbers in calls.values())
     for number in range(first, last + 1):
-        by_what: dict[str, list[int]] = {}
+        by_call: dict[str, list[int]] = {}
         for rank, numbers in calls.items():
             if number in numbers:
-                by_what.setdefault(_what(numbers[number]), []).append(rank)
-        if len(by_what) > 1:
-            parts = sorted((sorted(ranks), what) for what, ranks in by_what.items())
+                by_call.setdefault(_described(numbers[number]), []).append(rank)
+        if len(by_call) > 1:
+            parts = sorted((sorted(ranks), call) for call, ranks in by_call.items())
             return f"call {number:,} is " + ", ".join(
-                f"{what} on {listed(ranks)}" for ranks, what in parts[:_MOST]
+                f"{call} on {listed(ranks)}" for ranks, call in parts[:_MOST]
             )
     return ""
 
 
-def _what(call: Call) -> str:
+def _described(call: Call) -> str:
     return f"{call.kind} of {call.taken:,} bytes" if call.kind in _ALIKE else call.kind
 
 

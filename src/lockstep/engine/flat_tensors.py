@@ -111,7 +111,7 @@ class FlatTensors:
     def __init__(
         self,
         groups: Sequence[Sequence[tuple[str, Tensor]]],
-        what: str,
+        kind: str,
         shards: Mapping[str, Shard] | None = None,
         units: Mapping[str, Unit] | None = None,
         own: Holding | None = None,
@@ -121,7 +121,7 @@ class FlatTensors:
 
         Args:
             groups: lists of (name, tensor).
-            what: what a tensor is, for errors.
+            kind: what a tensor is, for errors.
             shards: what those tensors that are cut are parts of, by name.
             units: unit of each tensor that not every rank need have, by name.
             own: blocks and shards to own; None for all.
@@ -139,14 +139,14 @@ class FlatTensors:
         self.parts: list[Part] = []
         self.shards: Mapping[str, Shard] = dict(shards or {})
         self.units: Mapping[str, Unit] = dict(units or {})
-        self._groups, self._what = groups, what
+        self._groups, self._kind = groups, kind
         self._own, self._by_block = own, by_block
         self.names = {id(tensor): name for group in groups for name, tensor in group}
         for group in groups:
             for name, tensor in group:
                 if tensor.dtype not in DTYPES:
                     raise TaskError(
-                        f"{what} {name}: dtype is {tensor.dtype}, must be torch.float32 or "
+                        f"{kind} {name}: dtype is {tensor.dtype}, must be torch.float32 or "
                         "torch.float64 (for bf16 or fp16 compute set precision.dtype)"
                     )
         for dtype in DTYPES:
@@ -168,12 +168,12 @@ class FlatTensors:
 
     def restricted(self, own: Holding) -> FlatTensors:
         """The same tensors in new memory, of some units only; the others keep their memory."""
-        return FlatTensors(self._groups, self._what, self.shards, self.units, own, self._by_block)
+        return FlatTensors(self._groups, self._kind, self.shards, self.units, own, self._by_block)
 
     def moved(self, units: Mapping[str, Unit]) -> FlatTensors:
         """The same tensors in new memory, with other units; this object must not be used again."""
         self.flats.clear()  # so that the memory of each is free as soon as its tensors have left
-        return FlatTensors(self._groups, self._what, self.shards, units, self._own, self._by_block)
+        return FlatTensors(self._groups, self._kind, self.shards, units, self._own, self._by_block)
 
     @property
     def wholes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:

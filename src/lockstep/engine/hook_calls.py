@@ -367,18 +367,18 @@ def optimizer_marks(optimizers: Sequence[optim.Optimizer]) -> list[object]:
     return [*groups, *versions]
 
 
-def changed_by_hook(what: str) -> str:
+def changed_by_hook(name: str) -> str:
     """The error message about a tensor that a hook has changed and must not."""
     return (
-        f"{what} was changed; set `changes_model = True` on the hook's class, and let it run on "
+        f"{name} was changed; set `changes_model = True` on the hook's class, and let it run on "
         "every rank, in after_step or after_evaluation"
     )
 
 
-def changed_by_body(what: str) -> str:
+def changed_by_body(name: str) -> str:
     """The error message about a tensor that the body of a loop has changed."""
     return (
-        f"{what} was changed; change it in Task.after_step(model, step), or in a hook's after_step "
+        f"{name} was changed; change it in Task.after_step(model, step), or in a hook's after_step "
         "(with `changes_model = True` where it is of the model)"
     )
 

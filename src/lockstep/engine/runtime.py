@@ -194,11 +194,11 @@ def shared_texts(
         mine = [TaskFailure.__name__, f"rank {transport.rank} raised an exception\n{trace}"]
         _release(error)
     everyone = transport.gather_json([mine, text])
-    said = [e for e, _ in everyone if e]
+    errors_of_ranks = [e for e, _ in everyone if e]
     # The error of a rank that has failed explains those of the ranks that waited for it.
-    first = next((e for e in said if e[0] != GroupBroken.__name__), None)
-    if said and first is None:
-        raise GroupBroken(said[0][1])
+    first = next((e for e in errors_of_ranks if e[0] != GroupBroken.__name__), None)
+    if errors_of_ranks and first is None:
+        raise GroupBroken(errors_of_ranks[0][1])
     return _error(*first) if first else None, [theirs for _, theirs in everyone]
 
 

@@ -215,16 +215,16 @@ class Loaders:
     def remarks(self, batch_size: int, shuffle: bool) -> list[str]:
         """What users should know about their loaders."""
         kind = type(getattr(self.train, "sampler", None)).__name__
-        said = [
+        remarks = [
             f"train_dataloader: its {kind} is replaced by Lockstep's own order of samples "
             f"(data.shuffle={shuffle}), which is the same on any number of ranks"
         ]
         if batch_size != self.train.batch_size:
-            said.append(
+            remarks.append(
                 f"train_dataloader: batch_size={self.train.batch_size} is replaced by the config's "
                 f"batch_size={batch_size}"
             )
-        return [*said, *self._unused]
+        return [*remarks, *self._unused]
 
 
 def order_of(loader: Any, split: str) -> Order:

@@ -59,8 +59,8 @@ def value_at(model: nn.Module, values: Mapping[str, Tensor], function: Function)
     replaced = {f"model.{name}": value for name, value in values.items()}
     value = torch.func.functional_call(_Evaluated(model, function), replaced, ())
     if not isinstance(value, Tensor) or value.dim() or not value.is_floating_point():
-        what = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise ConfigError(f"the function of a model must be a real scalar tensor, not {what}")
+        returned = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ConfigError(f"the function of a model must be a real scalar tensor, not {returned}")
     return value
 
 

@@ -195,12 +195,12 @@ class DepthAxis:
         return tensor
 
 
-def check_sendable(tensor: Tensor, what: str) -> None:
+def check_sendable(tensor: Tensor, subject: str) -> None:
     """Refuse a tensor that cannot go to another stage.
 
     Args:
         tensor: tensor of the user's.
-        what: beginning of the message: what the tensor is.
+        subject: beginning of the message: what the tensor is.
 
     Raises:
         TaskError: it is not dense, or has a dtype or a number of dims that headers cannot describe.
@@ -215,7 +215,7 @@ def check_sendable(tensor: Tensor, what: str) -> None:
         return
     names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
     raise TaskError(
-        f"{what} {has}, which cannot go to another stage: give a dense tensor of at most "
+        f"{subject} {has}, which cannot go to another stage: give a dense tensor of at most "
         f"{_MOST_DIMS} dims, of dtype {names}"
     )
 

@@ -217,10 +217,10 @@ class Rounds:
                 view.copy_(tensor)
         return leaf
 
-    def _memory(self, what: str, dtype: torch.dtype, numel: int) -> Tensor:
+    def _memory(self, purpose: str, dtype: torch.dtype, numel: int) -> Tensor:
         """Memory for a purpose, of any content; until it is asked for again for the same one."""
-        known = self._scratch.get((what, dtype))
+        known = self._scratch.get((purpose, dtype))
         if known is None or known.numel() < numel:
             known = torch.empty(numel, dtype=dtype, device=self._device)
-            self._scratch[what, dtype] = known
+            self._scratch[purpose, dtype] = known
         return known[:numel]

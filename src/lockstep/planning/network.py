@@ -116,18 +116,18 @@ class Network:
         if found is None:
             where = " inside a host" if self._link else ""
             return [f"messages{where} cost nothing: there is no profile of them (--profile FILE)"]
-        said = []
+        assumptions = []
         if found.num_ranks != inside:
-            said.append(
+            assumptions.append(
                 f"messages of other groups follow from those of {found.num_ranks} ranks: latency "
                 "grows with the logarithm of the number of ranks, the rest with the bytes of a rank"
             )
         if self.num_hosts(num_ranks) > 1 and found.scope == "inside" and self._link is None:
-            said.append(
+            assumptions.append(
                 "messages between hosts cost what they cost inside this one (--profile FILE of "
                 "several hosts, or --network RATE,LATENCY)"
             )
-        return said
+        return assumptions
 
     def seconds(self, operation: str, num_bytes: float, num_ranks: int) -> float:
         """Seconds of a collective of Lockstep's transport.

@@ -48,8 +48,8 @@ class Layout:
     def overrides(self) -> list[str]:
         """The `key=value` items of a config for it."""
         items = {"mesh.pp": self.pp, "mesh.tp": self.tp}
-        said = [f"{key}={size}" for key, size in items.items() if size > 1]
-        return said + ([] if self.sharding == "none" else [f"sharding={self.sharding}"])
+        parts = [f"{key}={size}" for key, size in items.items() if size > 1]
+        return parts + ([] if self.sharding == "none" else [f"sharding={self.sharding}"])
 
     def most_microbatches(self, num_microbatches: int) -> int:
         """Microbatches of the replica that computes most."""

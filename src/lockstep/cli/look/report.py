@@ -77,8 +77,8 @@ def diagnose(run_dir: Path, as_json: bool, flight: Path | None = None) -> list[s
     written = [] if flight is None else [_write(run_dir, flight)]
     if as_json:
         return [dumps(one) for one in (*map(vars, found), *written)]
-    said = [line for one in written for line in _told(one)]
-    return [printable(line) for line in (*diagnosis_lines(summary, history, found), *said)]
+    calls = [line for one in written for line in _flight_lines(one)]
+    return [printable(line) for line in (*diagnosis_lines(summary, history, found), *calls)]
 
 
 def _write(run_dir: Path, folder: Path) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def _write(run_dir: Path, folder: Path) -> dict[str, Any]:
     }
 
 
-def _told(written: Mapping[str, Any]) -> Iterator[str]:
+def _flight_lines(written: Mapping[str, Any]) -> Iterator[str]:
     """Lines that describe the written calls."""
     folder = written["flight"]
     yield ""

@@ -55,12 +55,12 @@ def compared(runs: Sequence[Path]) -> tuple[list[str], bool]:
         if hashes[0] == hashes[number] and summaries[0].task == summaries[number].task:
             verdict = _verdict(found, summaries[0], summaries[number])
             differ = differ or verdict is False
-            said = {
+            meaning = {
                 True: "they are",
                 False: "they are not",
                 None: "they have nothing in common yet",
             }
-            lines.append(f"{pair} have one config, so they should be equal: {said[verdict]}")
+            lines.append(f"{pair} have one config, so they should be equal: {meaning[verdict]}")
     return lines, differ
 
 
@@ -137,10 +137,10 @@ def print_table(
         console = Console(width=_WIDE)  # in a pipe there is nothing to fit into
     if not runs:
         where = ", ".join(map(str, folders))
-        said = f"no runs in {where}"
+        message = f"no runs in {where}"
         if num_found:
-            said = f"none of {num_found} runs in {where} fulfils the conditions"
-        console.print(said, highlight=False)
+            message = f"none of {num_found} runs in {where} fulfils the conditions"
+        console.print(message, highlight=False)
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     keys = _keys(columns) if columns is not None else None

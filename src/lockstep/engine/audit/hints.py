@@ -160,9 +160,9 @@ def shards_explained(model: nn.Module) -> Iterator[None]:
         kind = next((kinds[name] for name in kinds if name in str(error)), None)
         if kind is None:
             raise
-        what = f"{type(error).__name__}{location(model, frames_of(error.__traceback__))}"
+        failure = f"{type(error).__name__}{location(model, frames_of(error.__traceback__))}"
         raise TaskError(
-            f"{what}: {str(error).splitlines()[0]}. It is a tensor whose features are cut into "
+            f"{failure}: {str(error).splitlines()[0]}. It is a tensor whose features are cut into "
             f"shards (num_shards): {kind.remedy}"
         ) from error
 

@@ -130,24 +130,24 @@ class Repetition:
         self._state.trust(read, changed)
 
 
-def depends_on(what: str, suspects: Collection[str]) -> TaskError:
+def depends_on(where: str, suspects: Collection[str]) -> TaskError:
     """The error of a step or evaluation that gave another result the second time.
 
     Args:
-        what: phrase that begins the message, such as `step 3`.
+        where: phrase that begins the message, such as `step 3`.
         suspects: paths of what passes had left behind.
     """
     first = next(iter(suspects), "")
     if not first:
         return TaskError(
-            f"{what}: gave another result when it was repeated, though nothing that can be "
+            f"{where}: gave another result when it was repeated, though nothing that can be "
             "reached from the task was changed; something keeps state between microbatches "
             "elsewhere (in a module of another folder, a file, an environment variable, a thread, "
             "a setting or a random generator of a library). Let the loss depend on its batch, the "
             "model and what Task.after_step has set"
         )
     return TaskError(
-        f"{what}: gave another result when it was repeated, because of what earlier microbatches "
+        f"{where}: gave another result when it was repeated, because of what earlier microbatches "
         f"or evaluation batches have left in {named(suspects)}; which of them this rank has "
         f"computed depends on the number of ranks. {remedy(first)}"
     )

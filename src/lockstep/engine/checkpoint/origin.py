@@ -247,10 +247,10 @@ def _chosen(
         "the model has no": unexpected,
         "of another shape or dtype:": others,
     }
-    said = [f"{text} {_listed(names)}" for text, names in problems.items() if names]
-    if said:
+    lines = [f"{text} {_listed(names)}" for text, names in problems.items() if names]
+    if lines:
         raise CheckpointError(
-            f"{where}: does not fit the model: {'; '.join(said)}; take over a part of the weights "
+            f"{where}: does not fit the model: {'; '.join(lines)}; take over a part of the weights "
             "with weights_from.only (--from-only 'encoder.*')"
         )
     return {name: there[name] for name in here if is_meant(name)}

@@ -192,17 +192,17 @@ class LearningRates:
         Raises:
             TaskError: naming what has changed.
         """
-        what = ""
+        change = ""
         for optimizer, groups in self._lists:
             now = optimizer.param_groups
             if len(now) != len(groups) or any(map(operator.is_not, now, groups)):
-                what = f"the groups of {type(optimizer).__name__} were added, removed or replaced"
+                change = f"the groups of {type(optimizer).__name__} were added, removed or replaced"
         for index, members in enumerate(self._members if self._may_be_written else ()):
             if [*map(id, self._groups[index]["params"])] != members:
-                what = f"the optimizer's group {index}: other parameters were put into it"
-        if what:
+                change = f"the optimizer's group {index}: other parameters were put into it"
+        if change:
             raise TaskError(
-                f"{what}, and no checkpoint would say so; give it all groups in build_optimizer, "
+                f"{change}, and no checkpoint would say so; give it all groups in build_optimizer, "
                 "and set 'lr' to 0 for parameters that are to stay as they are"
             )
 

@@ -178,9 +178,9 @@ def describe(optimizers: Mapping[str, optim.Optimizer], names: Mapping[int, str]
     """
     facts: dict[str, Any] = {}
     for path, optimizer in optimizers.items():
-        what = f"optimizer {path}".rstrip()
-        facts[what] = type(optimizer).__qualname__
-        facts[f"number of groups of {what}"] = len(optimizer.param_groups)
+        label = f"optimizer {path}".rstrip()
+        facts[label] = type(optimizer).__qualname__
+        facts[f"number of groups of {label}"] = len(optimizer.param_groups)
         for index, group in enumerate(optimizer.param_groups):
             stepped = [p for p in group["params"] if id(p) in names]
             digest = hashlib.sha256("\n".join(names[id(p)] for p in stepped).encode())
@@ -189,7 +189,7 @@ def describe(optimizers: Mapping[str, optim.Optimizer], names: Mapping[int, str]
                 "number of elements": sum(p.numel() for p in stepped),
                 "SHA-256 of parameters' names": digest.hexdigest(),
             } | {k: _plain(v) for k, v in group.items() if k != "params"}
-            facts |= {f"{key} of group {index} of {what}": v for key, v in described.items()}
+            facts |= {f"{key} of group {index} of {label}": v for key, v in described.items()}
     return facts
 
 

@@ -308,12 +308,12 @@ def _checked(where: str, name: str, made: Any, parts: Mapping[str, optim.Optimiz
         )
     if not _has(parts[name], one.scheduler.optimizer):
         others = [repr(n) for n, part in parts.items() if _has(part, one.scheduler.optimizer)]
-        what = (
+        owner = (
             f"the optimizer of {others[0]}" if others else "an optimizer that the run does not step"
         )
         named = f"of {name!r} " if name else ""
         raise TaskError(
-            f"{where}: the {kind} {named}is built over {what}; build it over the one that it is "
+            f"{where}: the {kind} {named}is built over {owner}; build it over the one that it is "
             "given"
         )
     if isinstance(one.scheduler, ReduceLROnPlateau):

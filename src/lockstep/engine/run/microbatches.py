@@ -28,11 +28,11 @@ def check_size(config: TrainConfig, runtime: Runtime) -> None:
     needed = config.mesh.tp * config.mesh.pp
     if needed > size:
         keys = {"mesh.pp": config.mesh.pp, "mesh.tp": config.mesh.tp}
-        said = ", ".join(f"{key}={value}" for key, value in keys.items() if value > 1)
+        sizes = ", ".join(f"{key}={value}" for key, value in keys.items() if value > 1)
         fitting = [f"{pp}x{tp}" for pp, tp in sizes_of_replicas(size, config.num_shards)]
         raise shared(
             ConfigError(
-                f"{said}: a replica needs {needed} ranks, and world size is {size}; start more "
+                f"{sizes}: a replica needs {needed} ranks, and world size is {size}; start more "
                 f"ranks, or set mesh.pp x mesh.tp to one of {', '.join(fitting)}, or "
                 "mesh.shrink=replan"
             )

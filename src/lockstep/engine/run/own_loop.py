@@ -124,18 +124,18 @@ class OwnLoop:
             self._reason = step.end()
         has_had = self._newest == number
         own = [has_had, has_had and self._reason, self._is_left]
-        said = [json.loads(text) for text in self._hooks.agree(json.dumps(own))]
-        reasons = {rank: reason for rank, (has_had, reason, _) in enumerate(said) if has_had}
+        answers = [json.loads(text) for text in self._hooks.agree(json.dumps(own))]
+        reasons = {rank: reason for rank, (has_had, reason, _) in enumerate(answers) if has_had}
         if len({*reasons.values()}) > 1:
             raise shared(_ended_by_some(reasons))
-        left = [rank for rank, (_, _, is_left) in enumerate(said) if is_left]
+        left = [rank for rank, (_, _, is_left) in enumerate(answers) if is_left]
         reason = next(iter(reasons.values()), "")
         # It would have ended a longer run too, unlike `ALL_STEPS`, so it is the reason to keep.
         if reason and state.progress.finished in ("", ALL_STEPS):
             state.progress.finished, state.progress.ended_by_loop = reason, True
             return True
         if left and not state.stop_reason:
-            everyone = len(left) == len(said)
+            everyone = len(left) == len(answers)
             state.stop_reason = LEFT if everyone else f"{LEFT} on rank {left[0]}"
         return False
 
@@ -160,9 +160,9 @@ class OwnLoop:
 def _ended_by_some(reasons: Mapping[int, str]) -> TaskError:
     one = next(rank for rank, reason in reasons.items() if reason)
     other = next(rank for rank, reason in reasons.items() if reason != reasons[one])
-    said = [repr(reasons[rank]) if reasons[rank] else "nothing" for rank in (one, other)]
+    pair = [repr(reasons[rank]) if reasons[rank] else "nothing" for rank in (one, other)]
     return TaskError(
-        f"step.stop: the loop's body ends the run on rank {one} for {said[0]} and on rank {other} "
-        f"for {said[1]}: it must do the same on each rank, so let it depend on the step and its "
+        f"step.stop: the loop's body ends the run on rank {one} for {pair[0]} and on rank {other} "
+        f"for {pair[1]}: it must do the same on each rank, so let it depend on the step and its "
         "metrics; to stop on some rank's account, such as the time, leave the loop (break)"
     )

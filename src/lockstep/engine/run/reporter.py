@@ -244,11 +244,11 @@ class Reporter:
 
     def _without_epochs(self) -> Iterator[str]:
         """What would happen at the end of an epoch, if there was one."""
-        config, what = self._config, "dataset('train') does not say its length, so no epoch ends"
+        config, problem = self._config, "dataset('train') does not say its length, so no epoch ends"
         if not config.checkpoint.every:
-            yield f"checkpoint.every=0: {what}: the only checkpoint is the last; set the key"
+            yield f"checkpoint.every=0: {problem}: the only checkpoint is the last; set the key"
         if not config.eval_every and any(map(is_validation, self._parts.evaluations)):
-            yield f"eval_every=0: {what}: the only evaluation is the last; set the key"
+            yield f"eval_every=0: {problem}: the only evaluation is the last; set the key"
 
     def _emit_plan(self, progress: Progress, continued: bool = False) -> None:
         """Emit `RunStarted`, with what is planned."""

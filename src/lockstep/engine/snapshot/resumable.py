@@ -179,12 +179,12 @@ def stretch(snapshot: Snapshot, config: TrainConfig, parts: Parts, folder: Path)
         )
     _check_length_reads(snapshot.meta.get("asked"), key)
     _check_learning_rates(parts, config, key, before, progress.step)
-    said = _undo_last_evaluation(progress, parts, folder, key)
+    warning = _undo_last_evaluation(progress, parts, folder, key)
     if progress.finished == ALL_STEPS:
         is_judged = progress.evaluated == progress.step
         progress.finished = progress.exhausted(config) if is_judged else ""
     snapshot.meta["progress"] = progress.state_dict()
-    return said
+    return warning
 
 
 def _total_steps(config: Any, steps_per_epoch: int | None, folder: Path) -> int:

@@ -200,20 +200,20 @@ def data_buffers(task: Task, model: nn.Module) -> set[str]:
     return found
 
 
-def _texts(task: Task, attribute: str, what: str, example: str) -> tuple[str, ...]:
+def _texts(task: Task, attribute: str, items: str, example: str) -> tuple[str, ...]:
     """The value of a task's attribute that must be a tuple of strings.
 
     Args:
         task: task that has it.
         attribute: name of the attribute.
-        what: what the strings are, for the message.
+        items: what the strings are, for the message.
         example: one of them, for the message.
     """
     texts: object = getattr(task, attribute)
     if not isinstance(texts, tuple) or not all(isinstance(one, str) for one in texts):
         hint = (texts,) if isinstance(texts, str) else (example,)
         raise TaskError(
-            f"{type(task).__name__}.{attribute}: must be a tuple of {what}, is {texts!r}; write "
+            f"{type(task).__name__}.{attribute}: must be a tuple of {items}, is {texts!r}; write "
             f"`{attribute} = {hint!r}`"
         )
     return texts

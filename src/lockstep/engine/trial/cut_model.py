@@ -361,10 +361,10 @@ class StageRehearsal:
                 parameter.data.copy_(content)
 
 
-def differs_on_stages(what: str) -> str:
+def differs_on_stages(subject: str) -> str:
     """The error message about a result that differs on stages."""
     return (
-        f"{what} differs when blocks are computed by stages (mesh.pp), each with its own "
+        f"{subject} differs when blocks are computed by stages (mesh.pp), each with its own "
         "parameters: the model, or the loss, reads something of another stage around the blocks, "
         "such as what came before the first one, a parameter that is used before and behind them "
         "by one name, or what a block keeps for later ones. Write the model as a "

@@ -151,10 +151,10 @@ def check_rehearsed(
             raise TaskError(explained(f"{where}: the gradient of {name}"))
 
 
-def read_on_other_rank(what: str) -> str:
+def read_on_other_rank(subject: str) -> str:
     """The error message about a result that differs in a rehearsal."""
     return (
-        f"{what} differs when the parameters of each block are in memory only while it is "
+        f"{subject} differs when the parameters of each block are in memory only while it is "
         "computed (sharding=parameters), so something else reads them: a loss or metric by itself, "
         "a block that returns a parameter or a view of one, or keeps one, or gradients that the "
         "loss computes. Compute with what the model gives, or set sharding=gradients"

@@ -169,7 +169,7 @@ def _tensors(
     return tuple(names), tuple(value.detach().clone() for value in values)
 
 
-def _calling(what: str, call: Any) -> Any:
+def _calling(name: str, call: Any) -> Any:
     """The result of a call of the task's code.
 
     Raises:
@@ -181,7 +181,7 @@ def _calling(what: str, call: Any) -> Any:
     except LockstepError:
         raise
     except Exception as error:
-        raise TaskError(f"{what}: raised {type(error).__name__}: {error}") from error
+        raise TaskError(f"{name}: raised {type(error).__name__}: {error}") from error
 
 
 def _sizes(tensor: Tensor, free: tuple[int, ...]) -> list[str]:

@@ -64,31 +64,31 @@ def how_ended(outcome: Outcome, session: Session, since: float, launcher: str) -
         since: start of the launch in Unix seconds.
         launcher: name of the launcher.
     """
-    said = _own_message(outcome.stderr_tail)
+    printed = _own_message(outcome.stderr_tail)
     run_dir = Path(str(session.run_dir))
-    row = _last_row(outcome, said, run_dir, since)
+    row = _last_row(outcome, printed, run_dir, since)
     if row is not None:
         ended = _by_row(row, outcome)
         target = session.target or ""
-        message = "" if ended.exit_code else _of_script(outcome, said, target, launcher)
-        return Ended(_code(outcome, said, launcher), message, last=row) if message else ended
+        message = "" if ended.exit_code else _of_script(outcome, printed, target, launcher)
+        return Ended(_code(outcome, printed, launcher), message, last=row) if message else ended
     if outcome.stopped_by is not None:
         return _stopped(outcome, outcome.stopped_by, run_dir)
-    code = _code(outcome, said, launcher)
+    code = _code(outcome, printed, launcher)
     # Ranks that end with a code and a message of their own would only do so again.
-    if outcome.met and code != LockstepError.exit_code and not (said and 0 < code < 128):
+    if outcome.met and code != LockstepError.exit_code and not (printed and 0 < code < 128):
         message = f"all ranks have died (exit code {code}); see {outcome.log}"
         return Ended(code or 1, message, "all ranks have died")
-    return _without_result(outcome, code, said, session.target or "", launcher)
+    return _without_result(outcome, code, printed, session.target or "", launcher)
 
 
-def _last_row(outcome: Outcome, said: str, run_dir: Path, since: float) -> dict[str, Any] | None:
+def _last_row(outcome: Outcome, printed: str, run_dir: Path, since: float) -> dict[str, Any] | None:
     if outcome.last is not None:
         return outcome.last
-    if said and outcome.exit_code == LockstepError.exit_code:
+    if printed and outcome.exit_code == LockstepError.exit_code:
         return None  # the result of a run that these ranks were refused is another job's
     folders = [run_dir]
-    if not said:  # a run whose directory is gone, and whose ranks too
+    if not printed:  # a run whose directory is gone, and whose ranks too
         folders += itertools.takewhile(Path.exists, rescued_paths(run_dir))
     rows = (_result(folder, since) for folder in folders)
     return next((row for row in rows if row is not None), None)
@@ -103,7 +103,7 @@ def _by_row(row: dict[str, Any], outcome: Outcome) -> Ended:
     return Ended(code, message, again, row)
 
 
-def _of_script(outcome: Outcome, said: str, target: str, launcher: str) -> str:
+def _of_script(outcome: Outcome, printed: str, target: str, launcher: str) -> str:
     """How a script has failed beside its run, which has ended in order; empty if it has not.
 
     The body of a loop over `lockstep.steps`, or code after the run, may raise an exception.
@@ -112,8 +112,8 @@ def _of_script(outcome: Outcome, said: str, target: str, launcher: str) -> str:
     if not (code and is_script(target)):
         return ""
     # The place is in no message of a rank that the others have refused.
-    if f"(in {target}:" in said:
-        return said
+    if f"(in {target}:" in printed:
+        return printed
     if code == 1 and (raised := _traceback(outcome.stderr_tail)):
         return f"the run has ended in order, and its script with an exception:\n{raised}"
     # Of other launchers the code may be that of a rank which the others have survived.
@@ -123,9 +123,9 @@ def _of_script(outcome: Outcome, said: str, target: str, launcher: str) -> str:
     return ""
 
 
-def _code(outcome: Outcome, said: str, launcher: str) -> int:
+def _code(outcome: Outcome, printed: str, launcher: str) -> int:
     """The exit code of ranks, of which one has said why."""
-    if said and launcher == "torchrun" and outcome.exit_code == 1:
+    if printed and launcher == "torchrun" and outcome.exit_code == 1:
         return LockstepError.exit_code  # 1 is torchrun's own, whatever the ranks' were
     return outcome.exit_code
 
@@ -138,21 +138,21 @@ def _stopped(outcome: Outcome, stopped_by: signal.Signals, run_dir: Path) -> End
     return Ended(128 + _asked(stopped_by), lost if outcome.met else NOTHING_SAVED)
 
 
-def _without_result(outcome: Outcome, code: int, said: str, target: str, launcher: str) -> Ended:
+def _without_result(outcome: Outcome, code: int, printed: str, target: str, launcher: str) -> Ended:
     """The end of ranks that left no result of the run."""
     # With fault tolerance, mpirun silently ends with code 0 if all ranks were killed.
-    is_silent = not outcome.met and code == 0 and not said and not is_script(target)
+    is_silent = not outcome.met and code == 0 and not printed and not is_script(target)
     # Before the run has begun there is no event, only the message of the survivors.
-    has_message = bool(said) and code == TRY_AGAIN
-    is_lost = has_message or (launcher == "mpi" and (is_silent or _lost_at_start(outcome, said)))
+    has_message = bool(printed) and code == TRY_AGAIN
+    is_lost = has_message or (launcher == "mpi" and (is_silent or _lost_at_start(outcome, printed)))
     if not is_lost and not outcome.met and code == 0 and is_script(target):
         return Ended(LockstepError.exit_code, _never_trains(target))
-    message = said or (
+    message = printed or (
         f"the ranks ended with code {code} before they had a result; {_where_to_look(outcome)}"
     )
     if is_lost and LockstepError.exit_code < code < 128 and code != TRY_AGAIN:
         code = LockstepError.exit_code  # MPI's own code says nothing outside of it
-    lost = said.partition("\n")[0] if has_message else "a rank ended before all had started"
+    lost = printed.partition("\n")[0] if has_message else "a rank ended before all had started"
     return Ended(code or 1, message, lost if is_lost else "")
 
 
@@ -175,14 +175,14 @@ def _is_full(path: Path) -> bool:
         return False
 
 
-def _lost_at_start(outcome: Outcome, said: str) -> bool:
+def _lost_at_start(outcome: Outcome, printed: str) -> bool:
     """Whether ranks over MPI have ended because one of them was killed before all had met.
 
     Ranks inside `MPI_Init` then abort with a code of the library's own, or crash there. Those past
     it print what has happened, and end with the code of `RankFailure`.
     """
     code = outcome.exit_code
-    of_library = not said and code not in (0, 1, LockstepError.exit_code)
+    of_library = not printed and code not in (0, 1, LockstepError.exit_code)
     has_message = any(text in outcome.stderr_tail for text in _MPI_MESSAGES)
     return not outcome.met and (code == TRY_AGAIN or of_library or has_message)
 

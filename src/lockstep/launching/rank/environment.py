@@ -326,9 +326,9 @@ def _text(env: Mapping[str, str], name: str, advice: str) -> str:
     return value
 
 
-def _wrong(env: Mapping[str, str], name: str, what: str, advice: str) -> EnvironError:
+def _wrong(env: Mapping[str, str], name: str, problem: str, advice: str) -> EnvironError:
     which = f"{name}={shown(env[name])[1:-1]}" if name in env else name
-    return EnvironError(f"environment variable {which} {what}; {advice}")
+    return EnvironError(f"environment variable {which} {problem}; {advice}")
 
 
 def num_hosts(nodelist: str) -> int:

@@ -167,9 +167,9 @@ def _reason(signum: signal.Signals) -> str:
     path = os.environ.get(STOP_FILE)
     if signum == ASK_STOP and path:
         with contextlib.suppress(OSError, ValueError):
-            said = Path(path).read_text()
-            if said in _REASONS.values():
-                return said
+            reason = Path(path).read_text()
+            if reason in _REASONS.values():
+                return reason
     return _REASONS[signum]
 
 

@@ -186,9 +186,9 @@ def _end(pid: int, report: str, text: str) -> None:
 
 def _say(text: str) -> None:
     # In a thread: the reader of standard error may have stalled, and must not save a hung process.
-    said = threading.Thread(target=os.write, args=(2, f"{text}\n".encode()), daemon=True)
-    said.start()
-    said.join(_SAY_S)
+    writing = threading.Thread(target=os.write, args=(2, f"{text}\n".encode()), daemon=True)
+    writing.start()
+    writing.join(_SAY_S)
 
 
 def _copy(calls_fd: int, path: str) -> None:

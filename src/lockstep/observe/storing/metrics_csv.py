@@ -241,8 +241,8 @@ class MetricsCsv(Sink):
                     self._note(row)
         return header, kept
 
-    def _damage(self, line: int, what: str) -> RunDirectoryError:
-        return RunDirectoryError(f"{self._path}: line {line}: {what}; move the file away")
+    def _damage(self, line: int, problem: str) -> RunDirectoryError:
+        return RunDirectoryError(f"{self._path}: line {line}: {problem}; move the file away")
 
     def _rewrite(self, columns: list[str], keep: Callable[[Row], bool]) -> None:
         """Replace the file by one with these columns and the rows to keep."""

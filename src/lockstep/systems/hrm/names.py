@@ -104,7 +104,7 @@ def check_questions(folder: Path, test: Puzzles, names: Sequence[str]) -> None:
         for number in range(int(counts[first:last].max())):
             which = first + np.flatnonzero(counts[first:last] > number)
             rows = test.puzzles[which] + number
-            for what, tokens in (("inputs", test.inputs), ("labels", test.labels)):
+            for side, tokens in (("inputs", test.inputs), ("labels", test.labels)):
                 fields = tokens.numpy()[rows].reshape(-1, SIDE, SIDE)
                 agree = _agree(fields, symmetries[which], colours[which])
                 if agree.all():
@@ -112,7 +112,7 @@ def check_questions(folder: Path, test: Puzzles, names: Sequence[str]) -> None:
                 wrong = int(np.argmin(agree))
                 pair = [shown(names[test.identifiers[which[index]]]) for index in (0, wrong)]
                 raise DataError(
-                    f"{where}: {pair[0]} and {pair[1]}: {what} of the test's examples {rows[0]} and"
+                    f"{where}: {pair[0]} and {pair[1]}: {side} of the test's examples {rows[0]} and"
                     f" {rows[wrong]} are not one grid once turned back as these names say; {_AGAIN}"
                 )
 

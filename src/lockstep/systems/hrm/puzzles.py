@@ -135,7 +135,7 @@ def puzzles_of(config: HrmConfig) -> dict[str, Puzzles]:
             both = generate(config.puzzle, options)
         except OptionError as error:
             key = _KEYS.get(error.option, error.option)
-            raise ConfigError(f"{key}={error.value}: {error.what}") from None
+            raise ConfigError(f"{key}={error.value}: {error.problem}") from None
     return {"train": both["train"], "val": both["test"]}
 
 

@@ -40,7 +40,7 @@ def check_rank(low_rank: int, features: dict[str, int]) -> None:
         )
 
 
-def check_floats(what: str, tensor: Tensor) -> None:
+def check_floats(subject: str, tensor: Tensor) -> None:
     """Refuse a tensor of integers: a sketch of them would be rounded at each sum.
 
     Raises:
@@ -48,7 +48,7 @@ def check_floats(what: str, tensor: Tensor) -> None:
     """
     if not tensor.is_floating_point():
         raise TaskError(
-            f"{what} is {tensor.dtype}, and sketches are of floating-point numbers; convert it, "
+            f"{subject} is {tensor.dtype}, and sketches are of floating-point numbers; convert it, "
             "as with x.float()"
         )
 

@@ -107,8 +107,8 @@ def _start(options: Options, console: Console) -> None:
     launcher = choose_launcher(options.launcher, num_ranks)
     ranks = launcher_command(launcher, num_ranks, command(request))
     _check_files(options)
-    what = f"measuring for about {options.seconds:g} s ({num_ranks} ranks, {ranks.launcher})"
-    with shown_status(console, what, quiet=False):
+    status = f"measuring for about {options.seconds:g} s ({num_ranks} ranks, {ranks.launcher})"
+    with shown_status(console, status, quiet=False):
         profile = profile_of(ranks, options.seconds)
     _show(profile, options, console)
 

@@ -202,8 +202,8 @@ def _check_first(transport: Transport, check: Callable[[], object]) -> None:
             check()
         except LockstepError as error:
             message = str(error)
-    if (said := transport.gather_json(message)[0]) is not None:
-        raise DataError(said)
+    if (problem := transport.gather_json(message)[0]) is not None:
+        raise DataError(problem)
 
 
 def _check_memory(num_bytes: int, memory_bytes: int) -> None:

@@ -161,9 +161,9 @@ def plan(target: str, overrides: Sequence[str], options: Options, console: Conso
         check_writable(options.json)
         with shown_status(console, f"planning {target}", options.quiet) as status:
 
-            def say(what: str) -> None:
+            def say(text: str) -> None:
                 if status is not None:
-                    status.update(f"measuring {target}: {what}")
+                    status.update(f"measuring {target}: {text}")
 
             facts = measure(measuring, say)
     made = make_plan(

@@ -232,24 +232,24 @@ class Prober:
         else:
             command = rank_command("python", 1, self._target, overrides)
         env = rank_environment(self._config.threads) | session.to_env()
-        said = capture(command, env, _TIMEOUT_S)
-        if said.exit_code == 0:
+        ended = capture(command, env, _TIMEOUT_S)
+        if ended.exit_code == 0:
             return
-        if said.exit_code is None:
+        if ended.exit_code is None:
             raise RankFailure(
                 f"plan: a training of a few steps ({shape.name}) was not done after "
                 f"{_TIMEOUT_S:.0f} s; give it smaller steps, or fewer ranks"
             )
-        raise LaunchError(f"plan: a short training ({shape.name}) failed: {_reason(folder, said)}")
+        raise LaunchError(f"plan: a short training ({shape.name}) failed: {_reason(folder, ended)}")
 
 
-def _reason(folder: Path, said: Any) -> str:
+def _reason(folder: Path, ended: Any) -> str:
     """Why a training has failed, in a line."""
     try:
         return str(read_result(folder)["reason"])
     except LockstepError:
-        lines = [line.strip() for line in said.stderr.splitlines() if line.strip()]
-        return lines[-1] if lines else f"exit code {said.exit_code}"
+        lines = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
+        return lines[-1] if lines else f"exit code {ended.exit_code}"
 
 
 def probe_of(folders: Sequence[Path], since: float) -> Probe:

@@ -212,8 +212,8 @@ class Actions:
             except (OSError, HTTPException, ValueError, subprocess.SubprocessError) as error:
                 if action not in self._failed:
                     self._failed.add(action)
-                    what = action.webhook or " ".join(action.command or ())
-                    self._tell(shown(f"alert {alert.rule}: {what}: {_reason(error)}"))
+                    target = action.webhook or " ".join(action.command or ())
+                    self._tell(shown(f"alert {alert.rule}: {target}: {_reason(error)}"))
             else:
                 self._failed.discard(action)
 

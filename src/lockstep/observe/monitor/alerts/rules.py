@@ -213,12 +213,12 @@ def rule_lines(rules: Rules) -> Iterator[str]:
     """A line for each rule: its condition, its runs and its actions."""
     for rule in rules.rules:
         limits = {k: v for k, v in rule.when.model_dump().items() if v is not None}
-        what = " ".join(f"{key} {_as_text(value)}" for key, value in limits.items())
+        condition_text = " ".join(f"{key} {_as_text(value)}" for key, value in limits.items())
         lasting = [f"for {rule.for_s:g} s"] * (rule.for_s > 0)
         lasting += [f"for {rule.for_steps:,} steps"] * (rule.for_steps > 0)
         past = ", those that have ended too" if rule.past else ""
         actions = ", ".join(map(_action_text, rule.do))
-        when = " ".join([what, *lasting])
+        when = " ".join([condition_text, *lasting])
         yield f"{rule.name}: when {when}; in runs {rule.runs}{past}; then {actions}"
 
 

@@ -149,14 +149,14 @@ def _imbalance(facts: Facts) -> Cause | None:
     if mean == most:
         return None
     spares = sum(not count for count in counts)
-    what = f"{text.count(spares, 'rank')} of {len(counts)} have nothing to compute" if spares else (
+    idle = f"{text.count(spares, 'rank')} of {len(counts)} have nothing to compute" if spares else (
         f"ranks have {min(counts):g} to {most:g} microbatches"
     )  # fmt: skip
     number = facts.config.get("num_microbatches")
     return measured(
         "imbalance",
         lost,
-        f"{what}, and all wait for those that have most",
+        f"{idle}, and all wait for those that have most",
         [f"{number} microbatches for {len(counts)} ranks"],
         f"set num_microbatches to a multiple of {len(counts)} (it is {number})",
     )

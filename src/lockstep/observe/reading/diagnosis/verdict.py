@@ -113,11 +113,13 @@ def endings(facts: Facts) -> Iterator[Cause]:
 
 
 def _failure(end: Failed, step: int) -> Cause:
-    name, said = _SAID.get(end.error, ("failed", "the run failed"))
+    name, sentence = _SAID.get(end.error, ("failed", "the run failed"))
     first = end.message.strip().splitlines() or [""]
     shown = [first[0], *first[-1:]] if len(first) > 1 else first
     advice = _ADVICE.get(name, "read the message; `lockstep resume` goes on once that is mended")
-    return Cause(name, 1.0, f"{said}; {text.count(step, 'step')} had been reported", shown, advice)
+    return Cause(
+        name, 1.0, f"{sentence}; {text.count(step, 'step')} had been reported", shown, advice
+    )
 
 
 def _hang(facts: Facts, lost: RankLost, count: int) -> Cause:
@@ -167,9 +169,9 @@ def _advice(is_stopped: bool, is_placed: bool) -> str:
     return "look at that line" if is_placed else "look at what its host did then"
 
 
-def _sentence(lost: RankLost, what: str, place: str) -> str:
+def _sentence(lost: RankLost, event: str, place: str) -> str:
     """Which rank hung and where, and which ranks waited in which call, if known."""
-    who = f"rank {lost.rank} (slot {lost.slot}) {what}"
+    who = f"rank {lost.rank} (slot {lost.slot}) {event}"
     if not lost.reached:
         return f"{who}, and all others waited for it"
     waited = f"; {lost.waiting}" if lost.waiting else ""

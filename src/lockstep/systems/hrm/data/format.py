@@ -296,8 +296,8 @@ def _check_range(path: Path, values: npt.NDArray[np.int64], bound: int) -> None:
         )
 
 
-def _check_indices(path: Path, values: npt.NDArray[np.int64], end: int, what: str) -> None:
-    """Indices increase from 0 to the number of `what` they point at."""
+def _check_indices(path: Path, values: npt.NDArray[np.int64], end: int, counted: str) -> None:
+    """Indices increase from 0 to the number of `counted` they point at."""
     # Compared, not subtracted: a difference of two int64 may overflow.
     wrong = np.flatnonzero(values[1:] <= values[:-1])
     if len(wrong):
@@ -309,5 +309,5 @@ def _check_indices(path: Path, values: npt.NDArray[np.int64], end: int, what: st
     if values[0] != 0 or values[-1] != end:
         raise DataError(
             f"{path}: from {values[0]} to {values[-1]}: must be from 0 to {end}, the number of "
-            f"{what}"
+            f"{counted}"
         )

@@ -54,12 +54,12 @@ class OptionError(ConfigError):
     Attributes:
         option: its name, a field of `Options`.
         value: its value.
-        what: what is wrong with it.
+        problem: what is wrong with it.
     """
 
-    def __init__(self, option: str, value: object, what: str) -> None:
-        super().__init__(f"--{option} {value}: {what}")
-        self.option, self.value, self.what = option, value, what
+    def __init__(self, option: str, value: object, problem: str) -> None:
+        super().__init__(f"--{option} {value}: {problem}")
+        self.option, self.value, self.problem = option, value, problem
 
 
 @dataclass(frozen=True)

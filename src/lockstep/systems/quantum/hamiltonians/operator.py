@@ -363,17 +363,17 @@ def read_terms(text: str) -> list[Term]:
 
 
 def _term(found: re.Match[str]) -> Term:
-    said = found[0].strip()
+    term = found[0].strip()
     number = (found["number"] or "1").strip("()").replace(" ", "")
     try:
         coefficient = complex(number)
     except ValueError as error:
-        raise ConfigError(f"Pauli text: {said!r}: {number!r} is no number") from error
+        raise ConfigError(f"Pauli text: {term!r}: {number!r} is no number") from error
     letters, qubits = "", []
     for word in found["letters"].split():
         factor = _LETTER.fullmatch(word)
         if factor is None:
-            raise ConfigError(f"Pauli text: {said!r}: {word!r} is no factor such as X0, Y1 or Z2")
+            raise ConfigError(f"Pauli text: {term!r}: {word!r} is no factor such as X0, Y1 or Z2")
         letters += factor[1]
         qubits.append(int(factor[2]))
     return letters, tuple(qubits), -coefficient if found["sign"] == "-" else coefficient

@@ -94,11 +94,13 @@ def check_memory(
     )
 
 
-def check_fits(what: str, need: int, device: torch.device | str = "cpu", advice: str = "") -> None:
+def check_fits(
+    subject: str, need: int, device: torch.device | str = "cpu", advice: str = ""
+) -> None:
     """Check that something fits into memory.
 
     Args:
-        what: what needs the memory; begins the message.
+        subject: what needs the memory; begins the message.
         need: memory needed, in bytes.
         device: device whose memory counts.
         advice: what the user can do; ends the message.
@@ -111,7 +113,7 @@ def check_fits(what: str, need: int, device: torch.device | str = "cpu", advice:
     have = memory_bytes(device)
     if need > have:
         raise ConfigError(
-            f"{what}: needs {need:,} bytes of memory, and there are {have:,}"
+            f"{subject}: needs {need:,} bytes of memory, and there are {have:,}"
             + (f"; {advice}" if advice else "")
         )
 

@@ -260,7 +260,7 @@ def _shared(circuit: Circuit, varying: frozenset[int] | None) -> tuple[list[int]
     return sorted({index for g in gates.values() for index in g.parameters}), [*gates]
 
 
-def _check_shared(what: str, values: Tensor, shared: Sequence[int]) -> None:
+def _check_shared(name: str, values: Tensor, shared: Sequence[int]) -> None:
     """Check that some columns of values [..., N] are the same in all rows."""
     rows = values.reshape(values.shape[:-1].numel(), values.shape[-1])
     if not shared or len(rows) < 2:
@@ -272,7 +272,7 @@ def _check_shared(what: str, values: Tensor, shared: Sequence[int]) -> None:
     first = int(unwrapped(numbers).min())
     if first < len(shared):
         raise ConfigError(
-            f"{what} {shared[first]} differs between the states of a batch, for which gates that "
+            f"{name} {shared[first]} differs between the states of a batch, for which gates that "
             "depend on no parameter in `varying` have one matrix"
         )
 

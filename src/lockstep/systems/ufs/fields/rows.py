@@ -143,10 +143,10 @@ def split(
             taken += int(counts[order[position]])
             position += 1
     if position >= len(units):
-        what = "blocks of the grid; lower split_block_cells" if by == "blocks" else "times"
+        parts_of = "blocks of the grid; lower split_block_cells" if by == "blocks" else "times"
         raise DataError(
             f"split={by}: val_fraction={val} and test_fraction={test} leave nothing to train on: "
-            f"the {len(rows)} rows are of {len(units)} {what}"
+            f"the {len(rows)} rows are of {len(units)} {parts_of}"
         )
     names = ("train", "val", "test")
     splits = {name: rows.take(label[index] == number) for number, name in enumerate(names)}

@@ -144,8 +144,8 @@ class NetcdfFile:
         self.path = path
         with _readable(path):
             if not path.is_file():
-                what = "is no regular file" if path.exists() else "there is no such file"
-                raise DataError(f"{path}: {what}")
+                problem = "is no regular file" if path.exists() else "there is no such file"
+                raise DataError(f"{path}: {problem}")
             check_whole(path)
             # The library would open a relative name that begins like a URL as a URL.
             name = os.path.abspath(path)
@@ -215,13 +215,13 @@ class NetcdfFile:
         Raises:
             DataError: the attribute has a unit that cannot be converted.
         """
-        said = self.text(name, "units")
-        if said is None:
+        written = self.text(name, "units")
+        if written is None:
             return default
-        unit = spelt(said, wanted)
+        unit = spelt(written, wanted)
         if unit is None:
             raise DataError(
-                f"{self.path}: {name}: units={printable(said)!r}: must be "
+                f"{self.path}: {name}: units={printable(written)!r}: must be "
                 f"{' or '.join(accepted(wanted))}; convert the variable, or mend the attribute if "
                 "it is wrong"
             )

@@ -181,7 +181,7 @@ def draw_history(
         f"validation error of {name}": ([("val", f"mae_{name}"), ("val", f"mse_{name}")], "log"),
         "Jacobian norm": ([("val", "jacobian_norm")], "linear"),
         "Jacobian entries": (
-            [("val", f"jacobian_{what}") for what in ("mean", "std", "max")],
+            [("val", f"jacobian_{statistic}") for statistic in ("mean", "std", "max")],
             "log",
         ),
         "Jacobian condition number": ([("val", "jacobian_condition")], "log"),

@@ -129,9 +129,15 @@ class Report:
                 json.dump(_finite(summary), file, indent=1)
         except OSError as error:
             raise DataError(f"{folder}: cannot be written: {error.strerror or error}") from error
-        said = [line for name, t in skills.items() for line in lines(name, t, [*self._baselines])]
-        said += [f"{n}: {b.remark}" for n, b in self._baselines.items() if b.remark]
-        return [*_lines(scores, ranking, summary), *said, *(f"wrote {path}" for path in pictures)]
+        remarks = [
+            line for name, t in skills.items() for line in lines(name, t, [*self._baselines])
+        ]
+        remarks += [f"{n}: {b.remark}" for n, b in self._baselines.items() if b.remark]
+        return [
+            *_lines(scores, ranking, summary),
+            *remarks,
+            *(f"wrote {path}" for path in pictures),
+        ]
 
     def _compare(self, rows: Rows) -> tuple[Floats, Floats]:
         """True and predicted outputs [N, out] of rows."""

@@ -229,10 +229,10 @@ def lines(
                 if (against := entry[baseline]) is not None
             ]
             if season != ALL or shown:
-                what = (
+                label = (
                     f"{entry['count']:,} points  RMSE {entry['rmse']:.4g}  bias {entry['bias']:.2g}"
                 )
-                yield f"{name} {region} {season}: " + "  ".join([what, *shown])
+                yield f"{name} {region} {season}: " + "  ".join([label, *shown])
 
 
 def bars(
