@@ -144,7 +144,7 @@ def test_a_lonely_rank_is_no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_listens_past_noise() -> None:
     text = json.dumps(line("start", 0))
     talk = [sys.executable, "-c", f"print('[1]'); print('{{'); print({text!r}); exit(3)"]
-    output = listen(python_command(talk), 60.0)
+    output = listen(python_command(talk))
     assert (output.lines, output.end.exit_code) == ([line("start", 0)], 3)
 
 
@@ -155,12 +155,12 @@ def test_survival_that_fails_is_tried_again(tmp_path: Path) -> None:
         (tmp_path / str(number)).write_text("\n".join(map(json.dumps, output)))
     code = "import os; f = sorted(os.listdir())[0]; print(open(f).read()); os.remove(f)"
     command = python_command(["sh", "-c", f"cd {tmp_path} && {sys.executable} -c '{code}'"])
-    check = survival_check(command, 60.0)
+    check = survival_check(command)
     assert (check.status, list(tmp_path.iterdir())) == ("ok", [])
     assert "second try; first: rank 2 on node2: no end of it" in check.detail
 
     (tmp_path / "0").write_text(json.dumps(line("survive", 0)))
-    check = survival_check(command, 60.0)
+    check = survival_check(command)
     assert check.status == "fail"
     assert "no output from rank 0, 2 (exit 1)" in check.detail
 
@@ -171,7 +171,7 @@ def test_a_probe_that_hangs_says_in_what() -> None:
         "watch = probe._Watch(probe._Report(2), 'survive'); watch.stage = 'shrinking'\n"
         "time.sleep(600)"
     )
-    output = listen(python_command([sys.executable, "-c", code]), 60.0)
+    output = listen(python_command([sys.executable, "-c", code]))
     assert output.end.exit_code == 1
     assert output.lines[0]["detail"] == "no end of the shrinking after 0.2 s"
     assert not output.lines[0]["ok"]

@@ -129,9 +129,8 @@ def launch(
             command = local_command(
                 num_ranks, through_proxy(argv, server), replacements, (fd,), server
             )
-        claim(
-            directory, task, config, session
-        )  # here, so that its errors come before any rank starts
+        # Here, so that its errors come before any rank starts.
+        claim(directory, task, config, session)
         directory.close()
         command = replace(command, start_timeout_s=config.start_timeout_s)
         ended = start_shown(command, session, config.threads, kept.note_started)

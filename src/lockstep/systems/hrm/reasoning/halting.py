@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.errors import ConfigError, TaskError
+from lockstep.systems.hrm.reasoning.blocks import check_sizes
 
 IGNORED = -100
 """The label of a token that has no right answer; torch's own default."""
@@ -75,7 +76,7 @@ def draw_min_steps(
     Raises:
         ConfigError: max_steps is below 1, or probability is not within 0 … 1.
     """
-    _check_max_steps(max_steps)
+    check_sizes(max_steps=max_steps)
     if not 0 <= probability <= 1:
         raise ConfigError(f"probability={probability}: must be within 0 … 1")
     explores = torch.rand(num_slots, device=device) < probability
@@ -113,7 +114,7 @@ def halts(
     Raises:
         ConfigError: max_steps is below 1.
     """
-    _check_max_steps(max_steps)
+    check_sizes(max_steps=max_steps)
     is_last = steps >= max_steps
     if not (is_training or early):
         return is_last
@@ -255,8 +256,3 @@ def _mean(losses: Tensor, valid: Tensor, logits: Tensor) -> Tensor:
     kept = torch.where(valid, losses, 0)
     mean = kept.sum(-1) / valid.sum(-1).clamp(min=1)
     return mean.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def _check_max_steps(max_steps: int) -> None:
-    if max_steps < 1:
-        raise ConfigError(f"max_steps={max_steps}: must be at least 1")
