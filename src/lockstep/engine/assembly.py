@@ -35,7 +35,7 @@ from lockstep.engine.recovery.replica_checks import check_same, check_start
 from lockstep.engine.run.progress import check_watched
 from lockstep.engine.runtime import Runtime, everywhere
 from lockstep.engine.snapshot.task_state import TaskState
-from lockstep.engine.step.memory import check_memory
+from lockstep.engine.step.memory import Kept, check_memory
 from lockstep.engine.step.model import build_model, built, trainable_groups
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.engine.tables.run_tables import check_tables_fit
@@ -191,14 +191,10 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     if placement.is_split and not transport.is_joining:
         flat = flat.restricted(placement.own)
         keep(model, placement.own)
-    size, can_regroup = placement.data.size, transport.can_regroup
-    has_phases = compute.phases.are_several
     gathered = compute.batch_loss.kept_bytes(config.batch_size) if compute.batch_loss else 0
-    on_all(
-        lambda: check_memory(
-            config, model, flat, optimizer, size, can_regroup, has_phases, local, gathered
-        ),
-    )
+    kept = Kept(flat, optimizer, compute.phases.are_several, local, gathered)
+    size, can_regroup = placement.data.size, transport.can_regroup
+    on_all(lambda: check_memory(config, model, kept, size, can_regroup))
     constants = Constants(model, trial.changed)
     datasets = {"train": loader.dataset} | {name: e.dataset for name, e in splits.items()}
     pass_state = PassState(task_state, model, datasets, config.seed, config.checkpoint.every)

@@ -24,7 +24,7 @@ from lockstep.engine.optimizer.choice import (
 )
 from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer
 from lockstep.engine.optimizer.optimizer_state import OptimizerState
-from lockstep.engine.step.memory import Needs
+from lockstep.engine.step.memory import Kept, Needs
 from lockstep.engine.step.model import trainable_groups
 from lockstep.errors import CheckpointError, ConfigError, TaskError
 from lockstep.optim import AdamATan2
@@ -501,7 +501,7 @@ def test_memory_counts_the_states_of_all() -> None:
         made = {"encoder": optim.Adam(model["encoder"].parameters()), "head": head}
         whole = named_optimizers(made, "here")
         flat = FlatTensors(trainable_groups(model, whole), "parameter")
-        return Needs(config, flat, whole, False, has_phases).of("none", 1)
+        return Needs(config, Kept(flat, whole, has_phases), False).of("none", 1)
 
     parameters = list(model["head"].parameters())
     assert bytes_with(optim.SGD(parameters, 0.1)) == (3 * 3 + 2 * 2) * mib

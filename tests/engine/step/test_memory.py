@@ -12,6 +12,7 @@ from lockstep.config import TrainConfig
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.runtime import shared_error
 from lockstep.engine.step import memory
+from lockstep.engine.step.memory import Kept
 from lockstep.errors import ConfigError, EnvironError
 from lockstep.nn.cutting import units_of
 
@@ -29,8 +30,8 @@ def test_counted_bytes_are_those_of_the_design() -> None:
     model, flat = parts()
     adam = optim.Adam(model.parameters())
     config = TrainConfig(num_microbatches=8)
-    lean = memory.Needs(config, flat, adam, can_regroup=False)
-    buddy = memory.Needs(config, flat, adam, can_regroup=True)
+    lean = memory.Needs(config, Kept(flat, adam), can_regroup=False)
+    buddy = memory.Needs(config, Kept(flat, adam), can_regroup=True)
     assert lean.parameters == 4 * MIB
     assert lean.of("none", 1) == (1 + 3 + 1 + 2) * 4 * MIB
     assert lean.of("none", 4) == (1 + 1 + 1 + 2) * 4 * MIB
@@ -39,7 +40,7 @@ def test_counted_bytes_are_those_of_the_design() -> None:
     assert lean.of("gradients", 4) == 4 * MIB + MIB + 3 * MIB + 2 * MIB
     assert lean.of("parameters", 4) == MIB + 2 * MIB + 3 * MIB + 2 * MIB
     assert buddy.of("parameters", 4) == 2 * MIB + 2 * MIB + 4 * MIB + 4 * MIB
-    sgd = memory.Needs(config, flat, optim.SGD(model.parameters(), 0.1), can_regroup=False)
+    sgd = memory.Needs(config, Kept(flat, optim.SGD(model.parameters(), 0.1)), can_regroup=False)
     assert sgd.of("none", 1) == (1 + 3 + 1) * 4 * MIB
 
 
@@ -49,13 +50,13 @@ def test_a_run_that_cannot_have_its_memory_is_told_what_would_do(monkeypatch) ->
     config = TrainConfig(num_microbatches=8)
     monkeypatch.setattr(memory, "memory_limits", lambda: iter([("ulimit -v 9", 8 * MIB)]))
     with pytest.raises(ConfigError) as caught:
-        memory.check_memory(config, model, flat, adam, 1, can_regroup=True)
+        memory.check_memory(config, model, Kept(flat, adam), 1, can_regroup=True)
     message = str(caught.value)
     assert "memory: a rank needs at least 0.03 GiB" in message
     assert "and has 0.01 GiB (ulimit -v 9)" in message
     assert "sharding=parameters optimizer.buddy=false needs 0.01 GiB on each of 3 ranks" in message
     monkeypatch.setattr(memory, "memory_limits", lambda: iter([("ulimit -v 9", 24 * MIB)]))
-    memory.check_memory(config, model, flat, adam, 1, can_regroup=True)
+    memory.check_memory(config, model, Kept(flat, adam), 1, can_regroup=True)
 
 
 def test_tables_that_do_not_fit_are_refused(monkeypatch) -> None:
@@ -89,27 +90,29 @@ def test_what_compression_cuts_off_is_counted(monkeypatch) -> None:
     model, flat = parts()
     sgd = optim.SGD(model.parameters(), 0.1)
     config = TrainConfig(num_microbatches=8, compression={"name": "int8"})
-    needs = memory.Needs(config, flat, sgd, can_regroup=True)
+    needs = memory.Needs(config, Kept(flat, sgd), can_regroup=True)
     assert needs.of("none", 1) == (1 + 1 + 1 + 2 * 8) * 4 * MIB
     assert needs.of("none", 4) == (1 + 1 + 1 + 2 * 2) * 4 * MIB
     copied = TrainConfig(num_microbatches=8, compression={"name": "int8", "buddy": True})
-    assert memory.Needs(copied, flat, sgd, True).of("none", 4) == (1 + 1 + 1 + 4 * 2) * 4 * MIB
+    assert (
+        memory.Needs(copied, Kept(flat, sgd), True).of("none", 4) == (1 + 1 + 1 + 4 * 2) * 4 * MIB
+    )
     for key in ("carry", "optimizer"):  # the second is of slices
         other = TrainConfig(**copied.model_dump() | {key: {"buddy": False}})
         num_copies = 1 if key == "carry" else 2
-        found = memory.Needs(other, flat, sgd, True).of("none", 4)
+        found = memory.Needs(other, Kept(flat, sgd), True).of("none", 4)
         assert found == (1 + 1 + 1 + 4 * num_copies) * 4 * MIB
     lost = TrainConfig(num_microbatches=8, compression={"name": "int8", "error_feedback": False})
-    assert memory.Needs(lost, flat, sgd, True).of("none", 4) == (1 + 1 + 1) * 4 * MIB
+    assert memory.Needs(lost, Kept(flat, sgd), True).of("none", 4) == (1 + 1 + 1) * 4 * MIB
     thin = TrainConfig(num_microbatches=8, compression={"name": "lowrank"})
-    assert memory.Needs(thin, flat, sgd, True).of("none", 4) == (1 + 1 + 1 + 2 * 2) * 4 * MIB
+    assert memory.Needs(thin, Kept(flat, sgd), True).of("none", 4) == (1 + 1 + 1 + 2 * 2) * 4 * MIB
     waiting = TrainConfig(
         num_microbatches=8, compression={"name": "lowrank", "error_feedback": False}
     )
-    assert memory.Needs(waiting, flat, sgd, True).of("none", 4) == (1 + 1 + 1 + 2) * 4 * MIB
+    assert memory.Needs(waiting, Kept(flat, sgd), True).of("none", 4) == (1 + 1 + 1 + 2) * 4 * MIB
     monkeypatch.setattr(memory, "memory_limits", lambda: iter([("ulimit -v 9", 16 * MIB)]))
     with pytest.raises(ConfigError, match=r"error_feedback=false needs 0\.01 GiB"):
-        memory.check_memory(config, model, flat, sgd, 1, can_regroup=True)
+        memory.check_memory(config, model, Kept(flat, sgd), 1, can_regroup=True)
 
 
 def test_what_workers_keep_is_counted(monkeypatch) -> None:
@@ -118,28 +121,28 @@ def test_what_workers_keep_is_counted(monkeypatch) -> None:
     sgd, adam = optim.SGD(model.parameters(), 0.1), optim.Adam(model.parameters())
     keys = {"num_microbatches": 8, "batch_size": 64, "local": {"steps": 4}}
     config, alone_config = TrainConfig(**keys), TrainConfig(**keys, carry={"buddy": False})
-    alone = memory.Needs(config, flat, sgd, True).of("none", 4)
-    workers = memory.Needs(config, flat, sgd, True, inner=adam)
+    alone = memory.Needs(config, Kept(flat, sgd), True).of("none", 4)
+    workers = memory.Needs(config, Kept(flat, sgd, inner=adam), True)
     assert workers.of("none", 4) == alone + (2 + 2 * 2 * 2 * 2) * 4 * MIB
     for uncopied in (
-        memory.Needs(config, flat, sgd, False, inner=adam),
-        memory.Needs(alone_config, flat, sgd, True, inner=adam),
+        memory.Needs(config, Kept(flat, sgd, inner=adam), False),
+        memory.Needs(alone_config, Kept(flat, sgd, inner=adam), True),
     ):
         assert uncopied.of("none", 4) == alone + (2 + 2 * 2 * 2) * 4 * MIB
     monkeypatch.setattr(memory, "memory_limits", lambda: iter([("ulimit -v 9", 16 * MIB)]))
     with pytest.raises(ConfigError, match=r"or have fewer workers \(num_microbatches\)"):
-        memory.check_memory(config, model, flat, sgd, 1, can_regroup=True, inner=adam)
+        memory.check_memory(config, model, Kept(flat, sgd, inner=adam), 1, can_regroup=True)
 
 
 def test_outputs_of_the_whole_batch_are_counted(monkeypatch) -> None:
     """With them no more than the optimizer's state can be in slices."""
     model, flat = parts()
     adam, config = optim.Adam(model.parameters()), TrainConfig(num_microbatches=8)
-    alone = memory.Needs(config, flat, adam, False).of("none", 1)
-    assert memory.Needs(config, flat, adam, False, gathered=MIB).of("none", 1) == alone + MIB
+    alone = memory.Needs(config, Kept(flat, adam), False).of("none", 1)
+    assert memory.Needs(config, Kept(flat, adam, gathered=MIB), False).of("none", 1) == alone + MIB
     monkeypatch.setattr(memory, "memory_limits", lambda: iter([("here", 16 * MIB)]))
     with pytest.raises(ConfigError, match=r"state and 0\.01 GiB of gathered.*batch_size") as caught:
-        memory.check_memory(config, model, flat, adam, 1, can_regroup=True, gathered=6 * MIB)
+        memory.check_memory(config, model, Kept(flat, adam, gathered=6 * MIB), 1, can_regroup=True)
     assert "sharding=optimizer optimizer.buddy=false needs 0.02 GiB on each of" in str(caught.value)
 
 
@@ -160,8 +163,8 @@ def test_what_workers_and_compression_keep_is_copied_together(
     keys = {"num_microbatches": 8, "batch_size": 64, "local": {"steps": 4}}
     config = TrainConfig(**keys, compression=compression)
     bare = TrainConfig(**keys, compression=compression | {"error_feedback": False})
-    plain = memory.Needs(bare, flat, sgd, True).of("none", 4)
-    found = memory.Needs(config, flat, sgd, True, inner=adam).of("none", 4)
+    plain = memory.Needs(bare, Kept(flat, sgd), True).of("none", 4)
+    found = memory.Needs(config, Kept(flat, sgd, inner=adam), True).of("none", 4)
     assert found == plain + (2 + 2 * 2 * 2 * num_copies + 2 * 2 * num_errors) * 4 * MIB
 
 
@@ -173,7 +176,7 @@ def refusal(monkeypatch, available: int, **keys) -> str:
     inner = adam if config.local.steps > 1 else None
     monkeypatch.setattr(memory, "memory_limits", lambda: iter([("here", available * MIB)]))
     with pytest.raises(ConfigError) as caught:
-        memory.check_memory(config, model, flat, sgd, 2, can_regroup=True, inner=inner)
+        memory.check_memory(config, model, Kept(flat, sgd, inner=inner), 2, can_regroup=True)
     return str(caught.value)
 
 

@@ -6,7 +6,7 @@ import os
 import resource
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import optim
@@ -28,6 +28,24 @@ _STATM = Path("/proc/self/statm")
 """Pages of this process: all, and those in memory."""
 
 
+class Kept(NamedTuple):
+    """What a step keeps memory of beside what the config says.
+
+    Attributes:
+        flat: trainable parameters of this rank's column.
+        optimizer: optimizer of the parameters.
+        has_phases: whether a step may have gradients of some parameters only.
+        inner: optimizer of workers (`local.steps`), over copies in the groups of `optimizer`.
+        gathered: bytes of the rows of a whole batch (`Task.batch_loss`).
+    """
+
+    flat: FlatTensors
+    optimizer: optim.Optimizer
+    has_phases: bool = False
+    inner: optim.Optimizer | None = None
+    gathered: int = 0
+
+
 class Needs:
     """The least bytes that a rank keeps of parameters, gradients and optimizer state.
 
@@ -39,34 +57,22 @@ class Needs:
         states: of the optimizer's state of all parameters.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        flat: FlatTensors,
-        optimizer: optim.Optimizer,
-        can_regroup: bool,
-        has_phases: bool = False,
-        inner: optim.Optimizer | None = None,
-        gathered: int = 0,
-    ) -> None:
+    def __init__(self, config: TrainConfig, kept: Kept, can_regroup: bool) -> None:
         """Count.
 
         Args:
             config: config of the run.
-            flat: trainable parameters of this rank's column.
-            optimizer: optimizer of the parameters.
+            kept: what memory is kept of.
             can_regroup: whether ranks keep slices and carries of others too, where the config says
                 so.
-            has_phases: whether a step may have gradients of some parameters only.
-            inner: optimizer of workers (`local.steps`), over copies in the groups of `optimizer`.
-            gathered: bytes of the rows of a whole batch (`Task.batch_loss`).
         """
+        flat, inner = kept.flat, kept.inner
         sizes = [s.numel * s.dtype.itemsize for s in flat.segments]
         self.parameters = sum(sizes)
         self.largest = max(sizes)
-        self.states = _bytes_of_states(flat, optimizer)
+        self.states = _bytes_of_states(flat, kept.optimizer)
         # A microbatch's gradient; there may be one of a few parameters only.
-        self._gradient = 0 if has_phases else self.parameters
+        self._gradient = 0 if kept.has_phases else self.parameters
         self._copies = 2 if can_regroup and config.optimizer.buddy else 1
         # What is compressed is summed without rows of a tree.
         is_compressed = config.compression.name != "none"
@@ -79,7 +85,7 @@ class Needs:
         self._errors = 2 * leaves if feeds_back else 0
         # Parameters of the worker that is computed, and how far it has come.
         self._worker = 2 * self.parameters if inner else 0
-        self._gathered = gathered
+        self._gathered = kept.gathered
         # State of its optimizer: as of the last step, and what this one makes of it.
         inner_states = _bytes_of_states(flat, inner) if inner else 0
         self._workers = 2 * inner_states * config.num_microbatches
@@ -146,36 +152,24 @@ def kept_bytes(
 
 
 def check_memory(
-    config: TrainConfig,
-    model: torch.nn.Module,
-    flat: FlatTensors,
-    optimizer: optim.Optimizer,
-    num_ranks: int,
-    can_regroup: bool,
-    has_phases: bool = False,
-    inner: optim.Optimizer | None = None,
-    gathered: int = 0,
+    config: TrainConfig, model: torch.nn.Module, kept: Kept, num_ranks: int, can_regroup: bool
 ) -> None:
     """Refuse a run for which a rank's memory cannot suffice, and say what would.
 
     Args:
         config: config of the run.
-        model: model of which `flat` has the trainable parameters.
-        flat: trainable parameters of this rank's column.
-        optimizer: optimizer of the parameters.
+        model: model of which `kept.flat` has the trainable parameters.
+        kept: what memory is kept of.
         num_ranks: number of ranks of the column.
         can_regroup: whether survivors can go on without ranks that die.
-        has_phases: whether a step may have gradients of some parameters only.
-        inner: optimizer of workers, if there are any.
-        gathered: bytes of the rows of a whole batch, for a loss over it.
 
     Raises:
         ConfigError: a limit of this process (`ulimit -v`, a control group, the host's memory) is
             less than what the run needs at least.
     """
-    if flat.flats[0].is_cuda:
+    if kept.flat.flats[0].is_cuda:
         return
-    needs = Needs(config, flat, optimizer, can_regroup, has_phases, inner, gathered)
+    needs = Needs(config, kept, can_regroup)
     sharding: Sharding = config.sharding
     if sharding == "none" and config.optimizer.sharded:
         sharding = "optimizer"
@@ -185,42 +179,35 @@ def check_memory(
     available += needs.parameters
     if needed <= available:
         return
-    lean = Needs(config, flat, optimizer, False, has_phases, gathered=gathered)
+    lean = Needs(config, kept._replace(inner=None), can_regroup=False)
     has_blocks = row_of(model) is not None or rows_in(model)
     kind: Sharding = "parameters" if has_blocks else "gradients"
-    if gathered:  # does not go with more
+    if kept.gathered:  # does not go with more
         kind = "optimizer"
     enough = (n for n in range(num_ranks, _MOST_RANKS) if lean.of(kind, n) <= available)
     number = next(enough, None)
     remedy = "use a smaller model, or give ranks more memory"
-    if inner:  # does not go with sharding
+    if kept.inner:  # does not go with sharding
         remedy = f"{remedy}; or have fewer workers (num_microbatches), or more ranks"
     elif config.compression.name == "none" and number is not None:  # nor does compression
         remedy = (
             f"sharding={kind} optimizer.buddy=false needs {_gib(lean.of(kind, number))} on each of "
             f"{number} ranks"
         )
-    if gathered:
+    if kept.gathered:
         remedy = f"{remedy}; or set a smaller batch_size"
     for key in ("carry.buddy", "compression.error_feedback"):
-        thin = Needs(
-            override(config, [f"{key}=false"]),
-            flat,
-            optimizer,
-            can_regroup,
-            has_phases,
-            inner,
-            gathered,
-        )
+        thin = Needs(override(config, [f"{key}=false"]), kept, can_regroup)
         less = thin.of(sharding, num_ranks)
         if less <= available:
             remedy = f"{remedy}; {key}=false needs {_gib(less)}"
-    kept = "parameters, gradients and optimizer state"
-    if gathered:
-        kept = f"parameters, gradients, optimizer state and {_gib(gathered)} of gathered outputs"
+    subject = "parameters, gradients and optimizer state"
+    if kept.gathered:
+        outputs = f"{_gib(kept.gathered)} of gathered outputs"
+        subject = f"parameters, gradients, optimizer state and {outputs}"
     raise ConfigError(
-        f"memory: a rank needs at least {_gib(needed)} for {kept} (sharding={sharding}, world size "
-        f"{num_ranks}), and has {_gib(available)} ({limit}); {remedy}"
+        f"memory: a rank needs at least {_gib(needed)} for {subject} (sharding={sharding}, "
+        f"world size {num_ranks}), and has {_gib(available)} ({limit}); {remedy}"
     )
 
 

@@ -20,7 +20,7 @@ from lockstep.cli.clusters.plan.probes import Probe, Prober, Shape
 from lockstep.config import TrainConfig
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.optimizer.choice import is_elementwise
-from lockstep.engine.step.memory import Needs, memory_limits
+from lockstep.engine.step.memory import Kept, Needs, memory_limits
 from lockstep.engine.step.model import built, trainable_groups
 from lockstep.engine.task import Task
 from lockstep.launching.start import launcher_command
@@ -47,7 +47,7 @@ def anatomy(kind: type[Task], config: TrainConfig) -> Anatomy:
         trainable_groups(model, optimizer), "parameter", shards, units_of(model),
         by_block=row is not None,
     )  # fmt: skip
-    needs = Needs(config, flat, optimizer, can_regroup=False)
+    needs = Needs(config, Kept(flat, optimizer), can_regroup=False)
     return Anatomy(
         num_parameters=num_parameters,
         gradient_bytes=needs.parameters,
