@@ -1,4 +1,4 @@
-"""From what was measured to a step in a layout: its time, memory and messages."""
+"""Layouts that a task can be trained in, and what a step in them costs, from what was measured."""
 
 from __future__ import annotations
 

@@ -35,6 +35,9 @@ from lockstep.launching.slurm.script import (
 from lockstep.launching.targets import absolute, configured, is_script
 from lockstep.observe.reading.listing import read_config
 
+DOCTOR = "doctor"
+"""The target that tests communication instead of training."""
+
 
 def deliver(batch: BatchJob, path: Path, submit: bool) -> None:
     """Write a job's script, and submit it to SLURM if asked to.
@@ -165,10 +168,6 @@ def _threads(item: str) -> int:
     """The number of threads that a `key=value` item sets; 0 if it sets none."""
     key, _, value = item.partition("=")
     return int(value) if key == "threads" and value.isdecimal() else 0
-
-
-DOCTOR = "doctor"
-"""The target that tests communication instead of training."""
 
 
 def array(

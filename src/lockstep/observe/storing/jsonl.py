@@ -134,9 +134,6 @@ def _finite(value: Any) -> Any:
     return value
 
 
-__all__ = ["EventsJsonl", "end_of_events", "event_from_row", "follow_events", "read_events"]
-
-
 _IDENTITY: dict[str, tuple[str, ...]] = {
     "StepDone": (),
     "Evaluated": ("split",),
