@@ -129,14 +129,18 @@ class Section(BaseModel, metaclass=_Checked):
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         """A key that a subclass declares again, for another default, keeps its limits."""
-        kept = False
+        is_changed = False
         for base in cls.__bases__:
             for name, field in getattr(base, "model_fields", {}).items():
-                own = cls.model_fields[name]
-                if own.annotation == field.annotation and field.metadata and not own.metadata:
-                    own.metadata = field.metadata
-                    kept = True
-        if kept:
+                redeclared = cls.model_fields[name]
+                if (
+                    redeclared.annotation == field.annotation
+                    and field.metadata
+                    and not redeclared.metadata
+                ):
+                    redeclared.metadata = field.metadata
+                    is_changed = True
+        if is_changed:
             cls.model_rebuild(force=True)
 
 

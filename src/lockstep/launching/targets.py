@@ -102,10 +102,10 @@ def task_class(target: str) -> type[Task]:
         for name, value in vars(module).items()
         if inspect.isclass(value) and issubclass(value, Task)
     }
-    there = {name: value for name, value in known.items() if not inspect.isabstract(value)}
-    tasks = {n: value for n, value in there.items() if value.__module__ == module.__name__}
+    concrete = {name: value for name, value in known.items() if not inspect.isabstract(value)}
+    tasks = {n: value for n, value in concrete.items() if value.__module__ == module.__name__}
     if is_script(target):
-        tasks = tasks or there  # a script may import its task
+        tasks = tasks or concrete  # a script may import its task
         if len(tasks) != 1:
             names = ", ".join(sorted(tasks)) or "none"
             raise ConfigError(f"{target}: must define one Task class, defines {names}")

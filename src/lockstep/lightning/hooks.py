@@ -156,9 +156,9 @@ class LightningHooks(Hook):
                 if path not in fed and (path in states or not is_start(metric, state)):
                     changes |= {f"{_METRIC}{path} {name}": value for name, value in state.items()}
         finally:
-            there = _plain(module, owners)
-            start = {p: made.get(p, _MISSING) for p in there}
-            _restore(module, {p: v for p, v in start.items() if there[p] != v})
+            left = _plain(module, owners)
+            start = {p: made.get(p, _MISSING) for p in left}
+            _restore(module, {p: v for p, v in start.items() if left[p] != v})
             for metric in metrics.values():
                 metric.reset()
 

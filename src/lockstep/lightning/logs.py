@@ -202,10 +202,10 @@ class ModuleMetrics(Metric):
         self.add_state("which", torch.tensor(-1), dist_reduce_fx="max")
         for number, (path, metric) in enumerate(metrics_in(module).items()):
             for state, default in metric._defaults.items():
-                own = f"of_{number}_{state}"
-                self._places[own] = path, state
+                own_name = f"of_{number}_{state}"
+                self._places[own_name] = path, state
                 start: Any = default.clone().cpu() if isinstance(default, Tensor) else []
-                self.add_state(own, start, dist_reduce_fx=metric._reductions[state])
+                self.add_state(own_name, start, dist_reduce_fx=metric._reductions[state])
 
     def update(self, split: str, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Take over the states after one batch.

@@ -66,28 +66,30 @@ def task_of(module: ModuleType, name: str) -> type[LightningTask] | None:
     Raises:
         ConfigError: there is no such LightningDataModule, or several and none is named.
     """
-    own, _, data = name.partition("+")
-    kind = vars(module).get(own)
+    kind_name, _, data = name.partition("+")
+    kind = vars(module).get(kind_name)
     if not is_module(kind):
         return None
-    there = {n: value for n, value in vars(module).items() if is_datamodule(value) and n[:1] != "_"}
-    if data and data not in there:
+    datamodules = {
+        n: value for n, value in vars(module).items() if is_datamodule(value) and n[:1] != "_"
+    }
+    if data and data not in datamodules:
         raise ConfigError(
             f"{module.__file__}:{name}: no LightningDataModule {data!r}; there are: "
-            f"{', '.join(sorted(there)) or 'none'}"
+            f"{', '.join(sorted(datamodules)) or 'none'}"
         )
     if not data and not overrides(kind, "train_dataloader"):
-        if len(there) != 1:
+        if len(datamodules) != 1:
             raise ConfigError(
                 f"{module.__file__}:{name}: has no train_dataloader, and the file has "
                 + (
-                    f"several LightningDataModules; name one: {own}+{sorted(there)[0]}"
-                    if there
+                    f"several LightningDataModules; name one: {kind_name}+{min(datamodules)}"
+                    if datamodules
                     else "no LightningDataModule; write one of them"
                 )
             )
-        data = next(iter(there))
-    return _task_of(kind, there.get(data))
+        data = next(iter(datamodules))
+    return _task_of(kind, datamodules.get(data))
 
 
 @cache
@@ -153,14 +155,14 @@ class _Classes(Source):
 
 def _made(kind: Any, key: str, config: TrainConfig) -> Any:
     values = getattr(config, key)
-    given = {name: getattr(values, name) for name in type(values).model_fields}
+    arguments = {name: getattr(values, name) for name in type(values).model_fields}
     for name, parameter in inspect.signature(kind).parameters.items():
         is_named = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if is_named and parameter.default is parameter.empty and given.get(name) is None:
+        if is_named and parameter.default is parameter.empty and arguments.get(name) is None:
             raise ConfigError(
                 f"{key}.{name}: is missing; {kind.__name__}.__init__ needs it: {key}.{name}=…"
             )
-    return kind(**given)
+    return kind(**arguments)
 
 
 def completed(task: type[LightningTask], config: TrainConfig) -> TrainConfig:
@@ -170,7 +172,7 @@ def completed(task: type[LightningTask], config: TrainConfig) -> TrainConfig:
         ConfigError: a key is given that the module's own code decides.
         TaskError: module or loaders cannot be used.
     """
-    given = config.model_dump(exclude_unset=True)
+    keys_given = config.model_dump(exclude_unset=True)
     if overrides(task.source.kind, "configure_optimizers"):
         for key, value, default in (
             ("lr", config.lr, TrainConfig().lr),
@@ -182,13 +184,13 @@ def completed(task: type[LightningTask], config: TrainConfig) -> TrainConfig:
                     "optimizer; give it to the module's own arguments (module.…), if it has such"
                 )
     brings = ("batch_size", "eval_batch_size")
-    known = given.get("data", {})
-    if all(key in given for key in brings) and {"shuffle", "drop_last"} <= known.keys():
+    known = keys_given.get("data", {})
+    if all(key in keys_given for key in brings) and {"shuffle", "drop_last"} <= known.keys():
         return config
     defaults = task(config).loaders.defaults
     defaults["data"] |= known
-    values = defaults | given | {"data": defaults["data"]}
-    if "num_microbatches" not in given:
+    values = defaults | keys_given | {"data": defaults["data"]}
+    if "num_microbatches" not in keys_given:
         values["num_microbatches"] = min(config.num_microbatches, values["batch_size"])
     return build(type(config), values, "loaders")
 

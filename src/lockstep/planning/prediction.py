@@ -96,8 +96,8 @@ def peak_bytes(facts: Facts, layout: Layout) -> int:
         whole = Layout(group.num_ranks)
         total = group.peak_bytes - _kept(facts, whole) + _kept(facts, layout)
         return total + _messages(facts, layout) - _messages(facts, whole)
-    own = layout.most_microbatches(facts.num_microbatches)
-    near = _nearest(facts, layout, own)
+    num_own = layout.most_microbatches(facts.num_microbatches)
+    near = _nearest(facts, layout, num_own)
     total = near.peak_bytes - _kept_alone(facts, near) + _kept(facts, layout)
     if layout.num_ranks > layout.pp * layout.tp:
         total += _messages(facts, layout)
@@ -351,5 +351,5 @@ def _inside_bytes(facts: Facts, layout: Layout) -> float:
     """What a rank sends to others of its replica, by microbatch as it was measured."""
     same = [t for t in facts.timed if (t.pp, t.tp) == (layout.pp, layout.tp)]
     most: Timed = max(same, key=lambda timed: timed.num_microbatches)
-    own = layout.most_microbatches(facts.num_microbatches)
-    return most.sent_bytes / (layout.pp * layout.tp) * own / most.num_microbatches
+    num_own = layout.most_microbatches(facts.num_microbatches)
+    return most.sent_bytes / (layout.pp * layout.tp) * num_own / most.num_microbatches

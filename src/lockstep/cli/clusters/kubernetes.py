@@ -38,7 +38,7 @@ def kubernetes(target: str, overrides: Sequence[str], pods: Pods, output: Path |
     words = list(overrides)
     if not any(word.startswith("start_timeout_s=") for word in words):
         words.append(f"start_timeout_s={_START_S:g}")
-    there = target
+    target_in_pod = target
     if not is_file or is_here:
         where = absolute(target)
         if is_script(where):
@@ -48,12 +48,12 @@ def kubernetes(target: str, overrides: Sequence[str], pods: Pods, output: Path |
         config_of(where, words, None)  # refuses keys and values here rather than in eight pods
     if is_here:
         pods = replace(pods, file=(Path(path).name, read_text(Path(path))))
-        there = f"{CODE}/{Path(path).name}:{task}"
+        target_in_pod = f"{CODE}/{Path(path).name}:{task}"
     if not pods.name:
         plain = re.sub(r"[^a-z0-9]+", "-", (task or Path(path).stem).lower()).strip("-")
         pods = replace(pods, name=plain or "training")
     check(pods)
-    _write(output or Path(f"{pods.name}.yaml"), pods, manifests(pods, there, words))
+    _write(output or Path(f"{pods.name}.yaml"), pods, manifests(pods, target_in_pod, words))
 
 
 def _write(path: Path, pods: Pods, objects: Sequence[object]) -> None:

@@ -54,13 +54,13 @@ def list_runs(
     from lockstep.cli.look.run_tables import as_rows, print_table
     from lockstep.observe.reading.listing import chosen, find_runs, summarise
 
-    given = folders or [Path("runs") if Path("runs").is_dir() else Path()]
-    found = find_runs(given)
+    searched = folders or [Path("runs") if Path("runs").is_dir() else Path()]
+    found = find_runs(searched)
     runs = chosen(map(summarise, found), where or [], sort)
     if as_json:
         sys.stdout.writelines(as_rows(runs, columns))
     else:
-        print_table(runs, given, columns, num_found=len(found))
+        print_table(runs, searched, columns, num_found=len(found))
 
 
 @app.command()
@@ -97,8 +97,8 @@ def tag(
     if not is_run(run):
         raise RunDirectoryError(f"{run}: is no run directory")
     changes = tags or remove
-    there = change_tags(run, tags or [], remove or []) if changes else read_tags(run)
-    print(*map(printable, there))
+    tags_now = change_tags(run, tags or [], remove or []) if changes else read_tags(run)
+    print(*map(printable, tags_now))
 
 
 @app.command()

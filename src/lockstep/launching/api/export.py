@@ -159,8 +159,10 @@ def _made(path: Path, chosen: str, make: Callable[[], T]) -> T:
 
 def _weights(loaded: Loaded) -> bytes:
     data = make_weights(loaded.model, _about(loaded))
-    there, here = read_weights(data), loaded.model.state_dict()
-    if there.keys() != here.keys() or not all(same_bits(there[n], t) for n, t in here.items()):
+    written_weights, here = read_weights(data), loaded.model.state_dict()
+    if written_weights.keys() != here.keys() or not all(
+        same_bits(written_weights[n], t) for n, t in here.items()
+    ):
         raise ConfigError(f"{WEIGHTS}: what was made holds other values; please report this")
     return data
 

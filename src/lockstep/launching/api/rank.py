@@ -342,9 +342,9 @@ def claim(directory: RunDirectory, task: Task, config: TrainConfig, session: Ses
     Raises:
         RunDirectoryError: see `RunDirectory.open`.
     """
-    kept = tuple(o for o in session.overrides if not o.startswith("stop_at_step="))
+    overrides = tuple(o for o in session.overrides if not o.startswith("stop_at_step="))
     identity = Identity(
-        task.name, config.hash, session.target or "", kept, config.epochs, config.steps
+        task.name, config.hash, session.target or "", overrides, config.epochs, config.steps
     )
     directory.open(config, identity, session.resume)
 

@@ -214,8 +214,8 @@ def is_one_host(env: Mapping[str, str]) -> bool:
 
     A user's own choice of hosts, or of Open MPI's parts, counts as several.
     """
-    own = ("OMPI_MCA_btl", "PRTE_MCA_prte_default_hostfile", "PRTE_MCA_default_hostfile")
-    if any(name in env for name in (*_SEVERAL_HOSTS, *own)):
+    kept_variables = ("OMPI_MCA_btl", "PRTE_MCA_prte_default_hostfile", "PRTE_MCA_default_hostfile")
+    if any(name in env for name in (*_SEVERAL_HOSTS, *kept_variables)):
         return False
     return "SLURM_JOB_ID" not in env or env.get("SLURM_JOB_NUM_NODES") == "1"
 

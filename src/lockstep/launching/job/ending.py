@@ -223,11 +223,13 @@ def _traceback(stderr: str) -> str:
     # torch.distributed puts the rank before each line.
     lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in stderr.splitlines()]
     heads = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call")]
-    own = [i for i in heads if "host/torchrun.py" not in "".join(lines[i + 1 : i + 2])]
-    return _written_from(lines, own[-1]) if own else ""
+    of_ranks = [i for i in heads if "host/torchrun.py" not in "".join(lines[i + 1 : i + 2])]
+    return _written_from(lines, of_ranks[-1]) if of_ranks else ""
 
 
 def _written_from(lines: list[str], first: int) -> str:
     """The lines from one on, up to what launchers or other ranks print."""
-    own = itertools.takewhile(lambda line: line and not _OTHERS.match(line), lines[first + 1 :])
-    return "\n".join([lines[first], *own])
+    message_lines = itertools.takewhile(
+        lambda line: line and not _OTHERS.match(line), lines[first + 1 :]
+    )
+    return "\n".join([lines[first], *message_lines])

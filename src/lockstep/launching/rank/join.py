@@ -104,8 +104,8 @@ def _over_mpi(
             Growth(environment.world_size, environment.replacements, argv, environment.joins)
         )
     # On a single host, its own name need not be known to any resolver.
-    own = (LOOPBACK if environment.is_one_host else socket.gethostname(), free_port())
-    address = world.bcast(own if world.rank == 0 else None)
+    meeting_point = (LOOPBACK if environment.is_one_host else socket.gethostname(), free_port())
+    address = world.bcast(meeting_point if world.rank == 0 else None)
     return _process_group(environment, device, timeout_s, address)
 
 
@@ -117,8 +117,8 @@ def _joiner_argv(environment: Environment, number: int) -> list[str]:
         REPLACE: environment.replacements,
     }
     assignments = [f"{name}={value}" for name, value in variables.items()]
-    own = through_proxy([sys.executable, *sys.orig_argv[1:]], os.environ.get(SERVER, ""))
-    return ["env", *assignments, *bound_to_parent(own)]
+    command = through_proxy([sys.executable, *sys.orig_argv[1:]], os.environ.get(SERVER, ""))
+    return ["env", *assignments, *bound_to_parent(command)]
 
 
 def _process_group(

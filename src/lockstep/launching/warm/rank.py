@@ -121,8 +121,8 @@ def end(status: int, known: Collection[str]) -> NoReturn:
     """
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
     atexit._run_exitfuncs()
-    own = [module for name, module in sys.modules.items() if name not in known]
-    for module in (sys.modules["__main__"], *reversed(own)):
+    imported = [module for name, module in sys.modules.items() if name not in known]
+    for module in (sys.modules["__main__"], *reversed(imported)):
         if isinstance(module, ModuleType):
             _clear(module)
     for stream in (sys.stdout, sys.stderr):

@@ -120,11 +120,11 @@ class Server:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             return pid
         try:
-            kept = [os.dup(fd) for fd in fds]
+            duplicates = [os.dup(fd) for fd in fds]
             self._become(order, line)
         except BaseException:
             os._exit(1)
-        raise Forked(order, kept)
+        raise Forked(order, duplicates)
 
     def _become(self, order: dict[str, Any], line: socket.socket) -> None:
         """In a forked process: become findable, and end with the server and with the proxy."""

@@ -262,15 +262,15 @@ def is_simple(arguments: list[str]) -> bool:
 
 
 def _of_no_place(environment: Mapping[str, str]) -> dict[str, str]:
-    kept = {
+    kept_variables = {
         name: value
         for name, value in environment.items()
         if not name.startswith(_PLACES) and name not in _SHELL
     }
     # mpirun puts the folder of its own libraries in front, where it is not needed.
     own = environment.get("OMPI_LIBDIR_LOC")
-    folders = [f for f in kept.pop(_LIBRARIES, "").split(os.pathsep) if f and f != own]
-    return kept | {_LIBRARIES: os.pathsep.join(folders)}
+    folders = [f for f in kept_variables.pop(_LIBRARIES, "").split(os.pathsep) if f and f != own]
+    return kept_variables | {_LIBRARIES: os.pathsep.join(folders)}
 
 
 def _main(name: str, fd: str, *modules: str) -> None:

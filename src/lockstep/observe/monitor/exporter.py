@@ -130,22 +130,22 @@ class Exporter:
 
     def _of(self, run: Watched) -> Samples:
         summary = run.summary
-        own = (shown(str(run.path)), shown(summary.task))
-        info = (*own, summary.state, shown(summary.sha256), shown(summary.config_hash))
+        run_labels = (shown(str(run.path)), shown(summary.task))
+        info = (*run_labels, summary.state, shown(summary.sha256), shown(summary.config_hash))
         samples: Samples = {
             "lockstep_run_info": {info: 1.0},
-            "lockstep_run_up": {own: float(summary.state == "running")},
-            "lockstep_step": {own: float(summary.step)},
-            "lockstep_metric_value": _metrics(summary.metrics, own),
+            "lockstep_run_up": {run_labels: float(summary.state == "running")},
+            "lockstep_step": {run_labels: float(summary.step)},
+            "lockstep_metric_value": _metrics(summary.metrics, run_labels),
         }
         if summary.total_steps:
-            samples["lockstep_steps_planned"] = {own: float(summary.total_steps)}
+            samples["lockstep_steps_planned"] = {run_labels: float(summary.total_steps)}
         if summary.newest:
-            samples["lockstep_last_event_timestamp_seconds"] = {own: summary.newest}
+            samples["lockstep_last_event_timestamp_seconds"] = {run_labels: summary.newest}
         if summary.left_s is not None:
-            samples["lockstep_left_seconds"] = {own: summary.left_s}
+            samples["lockstep_left_seconds"] = {run_labels: summary.left_s}
         if run.path in self._followed:
-            self._add_followed(samples, run, own)
+            self._add_followed(samples, run, run_labels)
         return samples
 
     def _add_followed(self, samples: Samples, run: Watched, own: Labels) -> None:

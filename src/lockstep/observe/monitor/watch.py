@@ -120,8 +120,8 @@ class Watch:
             RunDirectoryError: a folder does not exist.
         """
         self.folders = folders
-        there = self._there() if may_come else folders
-        self.runs: dict[Path, Watched] = {path: Watched(path) for path in find_runs(there)}
+        candidates = self._there() if may_come else folders
+        self.runs: dict[Path, Watched] = {path: Watched(path) for path in find_runs(candidates)}
 
     def poll(self) -> list[Watched]:
         """Look again; returns the runs that are new or may have changed."""

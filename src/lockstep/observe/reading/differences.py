@@ -153,9 +153,9 @@ def part_of_tensors(one: Path, other: Path) -> tuple[TensorParting | None, int]:
     Raises:
         CheckpointError: a checkpoint is damaged.
     """
-    there = {folder.name for folder in folders(other)}
+    names_of_other = {folder.name for folder in folders(other)}
     last_equal: int | None = None
-    common = [folder for folder in reversed(folders(one)) if folder.name in there]
+    common = [folder for folder in reversed(folders(one)) if folder.name in names_of_other]
     for number, folder in enumerate(common):
         found = _part_of_step(folder, other / folder.name, last_equal)
         if found is not None:

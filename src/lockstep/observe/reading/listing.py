@@ -298,10 +298,10 @@ def chosen(runs: Iterable[Summary], conditions: Sequence[str], order: str = "") 
     tests = [_condition(text) for text in conditions]
     left = [run for run in runs if all(test(run) for test in tests)]
     key = order.removeprefix("-") or "started"
-    there = [run for run in left if not _is_missing(run.value(key))]
+    with_value = [run for run in left if not _is_missing(run.value(key))]
     missing = [run for run in left if _is_missing(run.value(key))]
-    there.sort(key=lambda run: _sort_key(run.value(key)), reverse=order.startswith("-"))
-    return there + missing
+    with_value.sort(key=lambda run: _sort_key(run.value(key)), reverse=order.startswith("-"))
+    return with_value + missing
 
 
 def _is_missing(value: Any) -> bool:
@@ -376,9 +376,9 @@ def remove_run(run_dir: Path) -> list[str]:
     directory = RunDirectory(run_dir)
     directory.lock()
     try:
-        own = {*own_entries(run_dir)}
+        entries = {*own_entries(run_dir)}
         # The identity comes last: an interrupted removal leaves a run that can be removed.
-        for path in sorted(own, key=lambda p: (p.name in ("run.json", ".lock"), p.name)):
+        for path in sorted(entries, key=lambda p: (p.name in ("run.json", ".lock"), p.name)):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:

@@ -220,7 +220,7 @@ class MetricsCsv(Sink):
 
     def _read(self, last_step: int) -> tuple[list[str], list[bool]]:
         """The file's header, and for each row whether it stays; what stays is noted as written."""
-        kept: list[bool] = []
+        stays: list[bool] = []
         with open_text(self._path) as file:
             reader = csv.DictReader(file)
             header = list(reader.fieldnames or ())
@@ -232,14 +232,14 @@ class MetricsCsv(Sink):
                 raise self._damage(1, f"has the column {shown(twice)} twice")
             for row in reader:
                 try:
-                    kept.append(parse_int(row["step"]) <= last_step)
+                    stays.append(parse_int(row["step"]) <= last_step)
                 except (KeyError, AttributeError, ValueError):
                     raise self._damage(reader.line_num, "has no step") from None
                 if None in row or None in row.values():
                     raise self._damage(reader.line_num, "does not have a cell for each column")
-                if kept[-1]:
+                if stays[-1]:
                     self._note(row)
-        return header, kept
+        return header, stays
 
     def _damage(self, line: int, problem: str) -> RunDirectoryError:
         return RunDirectoryError(f"{self._path}: line {line}: {problem}; move the file away")

@@ -290,8 +290,8 @@ class Cifar(Task):
             )
         folder = folder.expanduser()
         if has_cifar(folder):
-            given = read_cifar(folder)
+            by_split = read_cifar(folder)
         else:
             grey = idx_digits(folder)
-            given = {name: (images[:, None], labels) for name, (images, labels) in grey.items()}
-        return hold_out(given, self.config.val_fraction, self.config.test_fraction)
+            by_split = {name: (images[:, None], labels) for name, (images, labels) in grey.items()}
+        return hold_out(by_split, self.config.val_fraction, self.config.test_fraction)

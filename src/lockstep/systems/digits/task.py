@@ -87,10 +87,10 @@ class Digits(Task):
     @cached_property
     def _splits(self) -> dict[str, Labelled]:
         if self.config.data_dir is None:
-            given = {"train": embedded_digits()}
+            by_split = {"train": embedded_digits()}
         else:
-            given = idx_digits(self.config.data_dir.expanduser())
-        return hold_out(given, self.config.val_fraction, self.config.test_fraction)
+            by_split = idx_digits(self.config.data_dir.expanduser())
+        return hold_out(by_split, self.config.val_fraction, self.config.test_fraction)
 
 
 def mlp(pixels: int, hidden: int, classes: int, dropout: float) -> nn.Module:

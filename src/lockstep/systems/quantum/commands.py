@@ -79,10 +79,10 @@ def of_model(task: Quantum, model: QuantumTransformer, restart: int = 0) -> Scor
     held_out = _held_out(task)
     rows = []
     for first in range(0, len(held_out), _AT_A_TIME):
-        own = held_out[first : first + _AT_A_TIME]
-        batch = task.collate([(torch.tensor(sentence), 0) for sentence in own])
+        sentences = held_out[first : first + _AT_A_TIME]
+        batch = task.collate([(torch.tensor(sentence), 0) for sentence in sentences])
         logarithms = task.next_words(model, batch)[restart].cpu()
-        rows += [found[: len(s) - 1] for found, s in zip(logarithms, own, strict=True)]
+        rows += [found[: len(s) - 1] for found, s in zip(logarithms, sentences, strict=True)]
     return score(torch.cat(rows), targets(held_out))
 
 

@@ -99,9 +99,9 @@ def hits_and_ranks(logarithms: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         Two tensors [...] of the dtype of `logarithms`: hits from 0 to 1, ranks from 1 on.
     """
-    own = logarithms.gather(-1, target.unsqueeze(-1))
-    greater = (logarithms > own).sum(-1)
-    equal = (logarithms == own).sum(-1)
+    of_target = logarithms.gather(-1, target.unsqueeze(-1))
+    greater = (logarithms > of_target).sum(-1)
+    equal = (logarithms == of_target).sum(-1)
     hits = (greater == 0) / equal
     return hits.to(logarithms), (greater + (equal + 1) / 2).to(logarithms)
 
@@ -114,8 +114,8 @@ def score(logarithms: Tensor, target: Tensor) -> Score:
         target: number of the word that follows, int64 [N].
     """
     hits, ranks = hits_and_ranks(logarithms, target)
-    own = logarithms.gather(-1, target.unsqueeze(-1))
-    return Score(*(float(values.double().mean()) for values in (hits, ranks, -own)))
+    of_target = logarithms.gather(-1, target.unsqueeze(-1))
+    return Score(*(float(values.double().mean()) for values in (hits, ranks, -of_target)))
 
 
 _CLOSERS: Mapping[str, tuple[str, ...]] = MappingProxyType(

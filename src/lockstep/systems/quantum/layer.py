@@ -279,12 +279,13 @@ class _Readout:
         index = torch.arange(1 << num_qubits)
         for column, observable in enumerate(observables):
             for string, coefficient in observable.pairs:
-                own = weights[masks_of(string)[0]][:, column]
+                weight = weights[masks_of(string)[0]][:, column]
                 phases = pauli_phases(string, index).conj_physical()
-                own += coefficient * torch.view_as_real(phases).flatten()
+                weight += coefficient * torch.view_as_real(phases).flatten()
         # Without flips the products are squares, which have no imaginary part.
         self._weights = {
-            x: (own if x else own[::2]).to(device, dtype).contiguous() for x, own in weights.items()
+            x: (weight if x else weight[::2]).to(device, dtype).contiguous()
+            for x, weight in weights.items()
         }
 
     def __call__(self, states: Tensor) -> Tensor:

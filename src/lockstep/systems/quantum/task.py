@@ -126,13 +126,13 @@ class Quantum(Task):
         logarithms = self.next_words(model, batch)
         target = batch.words[:, 1:].expand(logarithms.shape[:-1])
         numbers = torch.arange(1, batch.words.shape[1], device=target.device)
-        there = numbers <= batch.transitions[:, None]
-        own = logarithms.gather(-1, target.unsqueeze(-1)).squeeze(-1)
-        losses = -(own * there).flatten(1).sum(1)
+        is_valid = numbers <= batch.transitions[:, None]
+        of_target = logarithms.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+        losses = -(of_target * is_valid).flatten(1).sum(1)
         count = batch.transitions.sum()
         hits, ranks = hits_and_ranks(logarithms.detach(), target)
         found: Metrics = {
-            name: ((values * there).mean(0).sum(), count)
+            name: ((values * is_valid).mean(0).sum(), count)
             for name, values in (("accuracy", hits), ("mean_rank", ranks))
         }
         share = _mean_value_summed_gradient(losses.sum(), len(losses))
@@ -189,15 +189,15 @@ class Quantum(Task):
         Raises:
             ConfigError: the prefix is empty, or has a word that is not in the vocabulary.
         """
-        given = self.rows(model, prefix)
-        if not given:
+        words = self.rows(model, prefix)
+        if not words:
             raise ConfigError("the prefix has no word; give at least one")
         known = dict.fromkeys(word for sentence in self.sentences["train"] for word in sentence)
         rows = self.rows(model, " ".join(known))
         # The last word is arbitrary: it is the one that is predicted.
-        batch = self.collate([(torch.tensor([*given, 0]), 0)])
+        batch = self.collate([(torch.tensor([*words, 0]), 0)])
         likely = self.next_words(model, batch)[restart, 0, -1, rows].softmax(-1)
-        counted = self.ngram(2).probabilities(given)[rows]
+        counted = self.ngram(2).probabilities(words)[rows]
         columns = zip(known, likely.tolist(), (counted / counted.sum()).tolist(), strict=True)
         return sorted(map(Ranked._make, columns), key=lambda ranked: -ranked.probability)
 

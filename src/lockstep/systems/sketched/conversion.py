@@ -182,7 +182,7 @@ def convert_run(
     with kept_generators(), num_threads(config.threads, detect(os.environ)):
         layers = dense_layers(model, options.patterns)
         before = _metrics(task, config, model, split)
-        measured = _measured(layers, _inputs(task, config, model, layers), options)
+        measured = _measured(layers, _inputs(task, model, layers), options)
         plan = _plan(measured, options)
         apply(model, plan, _method(options), options.seed)
         after = _metrics(task, config, model, split)
@@ -193,9 +193,9 @@ def convert_run(
 
 def _check(options: Options) -> None:
     """Refuse options that contradict each other, before anything is loaded."""
-    given = [name for name, value in _limits(options).items() if value is not None]
-    if len(given) > 1:
-        names = " and ".join("--" + name.replace("_", "-") for name in given)
+    limits = [name for name, value in _limits(options).items() if value is not None]
+    if len(limits) > 1:
+        names = " and ".join("--" + name.replace("_", "-") for name in limits)
         raise ConfigError(f"{names}: give one of them only")
     for option, value in (("--low-rank", options.low_rank), ("--num-terms", options.num_terms)):
         if value is not None and value < 1:
@@ -237,9 +237,7 @@ def _metrics(task: Task, config: TrainConfig, model: nn.Module, split: str) -> d
     return splits[split].run(LocalTransport(), model.eval(), compute).metrics
 
 
-def _inputs(
-    task: Task, config: TrainConfig, model: nn.Module, layers: dict[str, Dense]
-) -> dict[str, Tensor]:
+def _inputs(task: Task, model: nn.Module, layers: dict[str, Dense]) -> dict[str, Tensor]:
     """What comes to each layer when the model sees training samples."""
     dataset: Any = task.dataset("train")
     count = min(SAMPLES, len(dataset))

@@ -314,8 +314,8 @@ def _gain(one: Candidate, two: Candidate) -> float:
 def _costs(layer: nn.Module, sample: Tensor, repeats: int) -> tuple[int, float, int]:
     """Parameters, seconds, and numbers that a checkpoint keeps."""
     parameters = sum(p.numel() for p in layer.parameters())
-    kept = sum(t.numel() for t in layer.state_dict().values() if t.is_floating_point())
-    return parameters, _seconds(layer, sample, repeats), kept
+    num_kept = sum(t.numel() for t in layer.state_dict().values() if t.is_floating_point())
+    return parameters, _seconds(layer, sample, repeats), num_kept
 
 
 def _seconds(layer: nn.Module, sample: Tensor, repeats: int) -> float:

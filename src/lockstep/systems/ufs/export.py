@@ -249,9 +249,9 @@ def write_predictions(
                 ):
                     made = _variable(data, f"{name}_{kind}", name)
                     for number, time in enumerate(times):
-                        here = rows.time == time
+                        at_time = rows.time == time
                         field = np.full(shape[0] * shape[1], _MISSING)
-                        field[rows.cell[here]] = values[here]
+                        field[rows.cell[at_time]] = values[at_time]
                         made[number] = field.reshape(shape)
     except OSError as error:
         raise DataError(f"{path}: cannot be written: {error.__cause__ or error}") from error

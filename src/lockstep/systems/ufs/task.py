@@ -198,9 +198,11 @@ class Ufs(Task):
             f"{VARIABLES[name].low:g} to {VARIABLES[name].high:g} and are clipped"
             for name, count in data.clipped.items()
         ]
-        kept = sum(map(len, data.splits.values()))
-        if kept < data.num_chosen:
-            remarks.append(f"{kept:,} of {data.num_chosen:,} chosen cells are kept (max_patterns)")
+        num_rows = sum(map(len, data.splits.values()))
+        if num_rows < data.num_chosen:
+            remarks.append(
+                f"{num_rows:,} of {data.num_chosen:,} chosen cells are kept (max_patterns)"
+            )
         is_held_out = self.config.split == "time" and len(data.splits) > 1
         if is_held_out and not are_dated(self._moments):
             remarks.append(

@@ -167,8 +167,8 @@ def _request(options: Options) -> Request:
 
 def _refuse_choice(options: Options, launcher: str) -> None:
     """Refuse options that say how to start ranks where they have been started."""
-    given = [("-n", options.num_ranks), ("--launcher", options.launcher)]
-    for name, value in given:
+    options_given = [("-n", options.num_ranks), ("--launcher", options.launcher)]
+    for name, value in options_given:
         if value is not None:
             raise LaunchError(
                 f"{name} {value}: this process is already a rank (started by {launcher}); leave "

@@ -198,18 +198,18 @@ class Meter:
 
     def _block(self, timed: Timed, count: int) -> list[float]:
         """The times of some calls: for each, the greatest of all ranks."""
-        own = torch.zeros(count + 1, dtype=torch.float64)
+        seconds_here = torch.zeros(count + 1, dtype=torch.float64)
         for number in range(count):
             timed.start()
             self._settle()
             before = perf_counter()
             timed.call()
             self._settle()
-            own[number] = perf_counter() - before
+            seconds_here[number] = perf_counter() - before
         if not timed.counts:
-            own.zero_()
-        own[count] = perf_counter() - self._since
-        everyone = self._world.gather_host(own, [count + 1] * self._world.size)
+            seconds_here.zero_()
+        seconds_here[count] = perf_counter() - self._since
+        everyone = self._world.gather_host(seconds_here, [count + 1] * self._world.size)
         *seconds, self.elapsed_s = everyone.view(self._world.size, count + 1).amax(0).tolist()
         return seconds
 

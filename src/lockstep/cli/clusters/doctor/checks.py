@@ -124,17 +124,17 @@ def _torch() -> Check:
 
 
 def _packages() -> Check:
-    there, missing = [], []
+    installed, missing = [], []
     for package in _PACKAGES:
         try:
-            there.append(f"{package} {importlib.metadata.version(package)}")
+            installed.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             missing.append(package)
     if missing:
         return Check(
             "packages", "fail", f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}"
         )
-    return Check("packages", "ok", ", ".join(there))
+    return Check("packages", "ok", ", ".join(installed))
 
 
 def _environment(env: Mapping[str, str]) -> Check:
@@ -225,10 +225,10 @@ def _slurm(env: Mapping[str, str]) -> Check:
     version = _sinfo("--version")
     if version.returncode and not job:
         return Check("slurm", "skip", f"installed, but not set up: {_last_line(version.stderr)}")
-    asked = _sinfo("--noheader")
-    if asked.returncode:
+    state = _sinfo("--noheader")
+    if state.returncode:
         fix = "ask the administrator why slurmctld does not answer"
-        return Check("slurm", "fail", _last_line(asked.stderr) + job, fix)
+        return Check("slurm", "fail", _last_line(state.stderr) + job, fix)
     return Check("slurm", "ok", version.stdout.strip() + job)
 
 

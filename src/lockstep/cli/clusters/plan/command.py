@@ -157,7 +157,7 @@ def plan(target: str, overrides: Sequence[str], options: Options, console: Conso
     with fork_server(launcher, target) as server:
         measuring = _measuring(target, overrides, options, numbers, launcher, server)
         link = parse_link(options.network) if options.network is not None else None
-        given = [read_profile(path) for path in options.profiles]
+        profiles = [read_profile(path) for path in options.profiles]
         check_writable(options.json)
         with shown_status(console, f"planning {target}", options.quiet) as status:
 
@@ -168,7 +168,7 @@ def plan(target: str, overrides: Sequence[str], options: Options, console: Conso
             facts = measure(measuring, say)
     made = make_plan(
         facts,
-        Network(given or facts.messages, measuring.ranks_per_host, link),
+        Network(profiles or facts.messages, measuring.ranks_per_host, link),
         measuring.numbers,
         measuring.ranks_per_host,
         options.hours_between,

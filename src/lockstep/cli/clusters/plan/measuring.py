@@ -201,8 +201,8 @@ def shapes(measuring: Measuring, parts: Anatomy) -> list[Shape]:
     for pp, tp in _replicas(measuring, parts):
         fitting = [n // (pp * tp) for n in measuring.numbers if n >= pp * tp]
         if fitting:
-            own = {-(-num // replicas) for replicas in fitting} | {1, num}
-            wanted += [Shape(k, pp=pp, tp=tp) for k in sorted({min(own), max(own)})]
+            counts = {-(-num // replicas) for replicas in fitting} | {1, num}
+            wanted += [Shape(k, pp=pp, tp=tp) for k in sorted({min(counts), max(counts)})]
     return list(dict.fromkeys(wanted))
 
 

@@ -181,8 +181,8 @@ def _as_array(
 
 def show(made: Plan, metric: str | None) -> list[Summary]:
     """Print the runs of a sweep, the best first, and draw them."""
-    there = [path for path in map(made.run_dir, made.grid.points) if is_run(path)]
-    runs = [summarise(path) for path in there]
+    run_dirs = [path for path in map(made.run_dir, made.grid.points) if is_run(path)]
+    runs = [summarise(path) for path in run_dirs]
     key, is_more_better = ordered_by(runs, metric)
     print_outcome(runs, made.grid, key, is_more_better, made.folder)
     picture = try_to_draw(runs, made.grid, key, made.folder / "sweep.png")
@@ -206,7 +206,7 @@ def begin(made: Plan) -> None:
 def _check_folder(made: Plan) -> None:
     path = made.folder / _FILE
     try:
-        there = parse_object(read_text(path)).get("target")
+        target = parse_object(read_text(path)).get("target")
     except FileNotFoundError:
         if is_run(made.folder):
             raise RunDirectoryError(
@@ -215,9 +215,9 @@ def _check_folder(made: Plan) -> None:
         return
     except (OSError, ValueError) as error:
         raise RunDirectoryError(f"{path}: cannot be read: {error}; move it away") from None
-    if there != made.target:
+    if target != made.target:
         raise RunDirectoryError(
-            f"{made.folder}: holds a sweep of {there}, this is one of {made.target}; choose "
+            f"{made.folder}: holds a sweep of {target}, this is one of {made.target}; choose "
             "another with --dir"
         )
 

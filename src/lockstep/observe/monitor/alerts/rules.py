@@ -21,9 +21,9 @@ Ended = Literal["failed", "killed", "stopped"]
 
 
 def _check_only_one(section: Section, keys: Sequence[str]) -> None:
-    given = [key for key in keys if getattr(section, key) is not None]
-    if len(given) != 1:
-        found = f", not {' and '.join(given)}" if given else ""
+    keys_given = [key for key in keys if getattr(section, key) is not None]
+    if len(keys_given) != 1:
+        found = f", not {' and '.join(keys_given)}" if keys_given else ""
         raise ValueError(f"must have one of {', '.join(keys)}{found}")
 
 

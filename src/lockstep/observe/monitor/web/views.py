@@ -303,10 +303,10 @@ def _evaluations(history: History) -> Iterator[dict[str, Any]]:
 def model_digests(run_dir: Path) -> dict[int, str]:
     """The SHA-256 of the model in each of the newest checkpoints that exist, by step."""
     try:
-        there = folders(run_dir / "checkpoints")[:_MAX_ROWS]
+        checkpoints = folders(run_dir / "checkpoints")[:_MAX_ROWS]
     except OSError:
         return {}
-    return {step_of(folder): _model_digest(folder) for folder in there}
+    return {step_of(folder): _model_digest(folder) for folder in checkpoints}
 
 
 def _model_digest(folder: Path) -> str:

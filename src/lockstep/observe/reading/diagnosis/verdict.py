@@ -156,8 +156,8 @@ def _frames(stack: str) -> list[tuple[str, str, str]]:
         stack.rpartition(_CURRENT)[2].partition("\n\n")[0]
     )
     # The script of a command only starts it.
-    own = [f for f in frames if not any(part in f[0] for part in _LIBRARIES)]
-    return [f for f in own if not _COMMAND.search(f[0])] or frames
+    user_frames = [f for f in frames if not any(part in f[0] for part in _LIBRARIES)]
+    return [f for f in user_frames if not _COMMAND.search(f[0])] or frames
 
 
 def _advice(is_stopped: bool, is_placed: bool) -> str:

@@ -156,10 +156,10 @@ class Sheet:
         if column is None:
             return None
         odd = self._odd[: self.count][buckets, column]
-        there = np.flatnonzero(odd & _PRESENT)
-        rows = self._rows[: self.count][buckets][there]
-        low, high, last = self._cells[:, : self.count, column][:, buckets][:, there]
-        return Envelope(rows[:, _FIRST], rows[:, _LAST], low, high, last, odd[there] & ~_PRESENT)
+        odd_at = np.flatnonzero(odd & _PRESENT)
+        rows = self._rows[: self.count][buckets][odd_at]
+        low, high, last = self._cells[:, : self.count, column][:, buckets][:, odd_at]
+        return Envelope(rows[:, _FIRST], rows[:, _LAST], low, high, last, odd[odd_at] & ~_PRESENT)
 
     def _meet(self, names: Sequence[str]) -> None:
         """Look up the columns of some names, and add one for each new name."""

@@ -253,6 +253,6 @@ def _chosen(values: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
 
 
 def _mean(losses: Tensor, valid: Tensor, logits: Tensor) -> Tensor:
-    kept = torch.where(valid, losses, 0)
-    mean = kept.sum(-1) / valid.sum(-1).clamp(min=1)
+    counted = torch.where(valid, losses, 0)
+    mean = counted.sum(-1) / valid.sum(-1).clamp(min=1)
     return mean.to(torch.promote_types(logits.dtype, torch.float32))

@@ -230,10 +230,10 @@ def _evaluation(
     identifiers: Indices | None,
     keeps: bool,
 ) -> _Evaluation:
-    kept: list[tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]] = []
+    segments: list[tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]] = []
 
     def keep(_: slice, tokens: npt.NDArray[np.uint8], q_halt: npt.NDArray[np.float32]) -> None:
-        kept.append((tokens, q_halt))
+        segments.append((tokens, q_halt))
 
     consumers: list[Consumer] = [keep] if keeps else []
     votes = None
@@ -244,8 +244,8 @@ def _evaluation(
     return _Evaluation(
         scores,
         votes.passes if votes is not None else np.zeros((len(numbers), 0)),
-        np.concatenate([tokens for tokens, _ in kept], 1) if keeps else np.zeros(0, np.uint8),
-        np.concatenate([q_halt for _, q_halt in kept], 1) if keeps else np.zeros(0, np.float32),
+        np.concatenate([t for t, _ in segments], 1) if keeps else np.zeros(0, np.uint8),
+        np.concatenate([q for _, q in segments], 1) if keeps else np.zeros(0, np.float32),
         f"{votes.num_tasks:,} tasks, {votes.num_questions:,} questions, " if votes else "",
     )
 

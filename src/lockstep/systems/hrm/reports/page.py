@@ -153,14 +153,14 @@ def _puzzle(kind: Kind, example: PuzzleAnswers) -> Iterator[str]:
     )
     verdict = "right" if example.is_right else "with mistakes"
     yield f'<h3>Puzzle {example.number} <span class="verdict">{verdict}, {halted}</span></h3>'
-    given = kind.given(example.question)[cells]
+    is_given = kind.given(example.question)[cells]
     right = np.where(label == 0, question if kind.name != "arc" else 0, label)
     yield '<div class="grids">'
-    yield f"<figure>{grid(small, question, 'question', 'question', np.ones_like(given))}"
+    yield f"<figure>{grid(small, question, 'question', 'question', np.ones_like(is_given))}"
     yield "<figcaption>question</figcaption></figure>"
-    yield f"<figure>{grid(small, right, 'label', 'right answer', given)}"
+    yield f"<figure>{grid(small, right, 'label', 'right answer', is_given)}"
     yield "<figcaption>right answer</figcaption></figure>"
-    yield f"<figure>{grid(small, last, 'answer', 'answer of the model', given, wrong)}"
+    yield f"<figure>{grid(small, last, 'answer', 'answer of the model', is_given, wrong)}"
     at = f"after segment {example.used} of {most}, mistakes: {int(wrong.sum())}, "
     yield f'<figcaption class="at">{at}halting {halting[example.used - 1]}</figcaption>'
     yield (

@@ -126,13 +126,13 @@ def mistakes(kind: Kind, question: Tokens, answer: Tokens, label: Tokens | None)
         answer: tokens [cells].
         label: the right answer [cells], 0 in cells without an answer; None if it is unknown.
     """
-    given = kind.given(question)
-    wrong = given & (answer != question)
+    is_given = kind.given(question)
+    wrong = is_given & (answer != question)
     if label is not None:
         wrong |= (label != 0) & (answer != label)
     if kind.name == "sudoku":
         digits = np.where(answer > BLANK, answer - BLANK, 0).astype(np.uint8)
-        wrong |= (repeated(kind.board, digits) & ~given) | (digits == 0)
+        wrong |= (repeated(kind.board, digits) & ~is_given) | (digits == 0)
     return np.asarray(wrong)
 
 

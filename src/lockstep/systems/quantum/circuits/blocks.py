@@ -105,10 +105,10 @@ class _Group:
     def __call__(self, angles: Tensor) -> Tensor:
         """The matrices [B, members, C, K, K] of all members, from angles [B, gates]."""
         if self._numbers.numel():
-            own = (angles if self._varies else angles[:1])[:, self._numbers]
+            block_angles = (angles if self._varies else angles[:1])[:, self._numbers]
         else:
-            own = angles.new_zeros(1, len(self.members), 0)
-        runs = iter(self._runs(own))
+            block_angles = angles.new_zeros(1, len(self.members), 0)
+        runs = iter(self._runs(block_angles))
         product: Tensor | None = None
         # Single-qubit matrices on different bits, to be applied as one Kronecker product.
         wave: dict[int, Tensor] = {}
@@ -121,12 +121,12 @@ class _Group:
             elif step.constant is not None:
                 product = step.constant[None, None] if product is None else step.constant @ product
             else:
-                matrix = next(runs) if step.is_run else self._run(step, own)
+                matrix = next(runs) if step.is_run else self._run(step, block_angles)
                 product = self._apply(step, matrix, product)
         product = self._after_wave(wave, product)
         size = 1 << self._num_bits
         return self._or_identity(product).expand(
-            len(own), len(self.members), self._num_values, size, size
+            len(block_angles), len(self.members), self._num_values, size, size
         )
 
     def _after_wave(self, wave: dict[int, Tensor], product: Tensor | None) -> Tensor | None:

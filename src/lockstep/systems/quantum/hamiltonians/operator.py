@@ -100,13 +100,13 @@ class PauliOperator:
                 raise ConfigError("a Pauli operator without terms needs num_qubits")
             num_qubits = len(str(next(iter(terms))))
         self.num_qubits = _checked_num_qubits(num_qubits)
-        kept = {}
+        nonzero = {}
         for string, coefficient in terms.items():
             check_letters(string, self.num_qubits)
             value = _number(coefficient, f"Pauli string {string!r}: its coefficient")
             if value:
-                kept[string] = value
-        self.terms: Mapping[str, complex] = MappingProxyType(kept)
+                nonzero[string] = value
+        self.terms: Mapping[str, complex] = MappingProxyType(nonzero)
 
     @classmethod
     def from_sparse(
@@ -230,8 +230,8 @@ class PauliOperator:
 
     def simplified(self, tolerance: float = TOLERANCE) -> PauliOperator:
         """The operator without terms whose coefficient has at most this magnitude."""
-        kept = {s: c for s, c in self.terms.items() if abs(c) > tolerance}
-        return PauliOperator(kept, self.num_qubits)
+        large = {s: c for s, c in self.terms.items() if abs(c) > tolerance}
+        return PauliOperator(large, self.num_qubits)
 
     def is_hermitian(self, tolerance: float = TOLERANCE) -> bool:
         """Whether all coefficients are real, up to this magnitude of their imaginary part."""

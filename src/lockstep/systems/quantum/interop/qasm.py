@@ -74,8 +74,8 @@ def _version_2(text: str, code: str) -> tuple[Any, list[Any]]:
     from qiskit import qasm2
 
     # Qiskit would take these in place of definitions of the same names in the text.
-    own = set(_GATE.findall(code))
-    custom = [c for c in qasm2.LEGACY_CUSTOM_INSTRUCTIONS if c.name not in own]
+    defined = set(_GATE.findall(code))
+    custom = [c for c in qasm2.LEGACY_CUSTOM_INSTRUCTIONS if c.name not in defined]
     source = qasm2.loads(text, custom_instructions=custom)
     return source, list(source.parameters)
 

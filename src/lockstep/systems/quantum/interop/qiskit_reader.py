@@ -197,13 +197,13 @@ class Reader:
         for instruction in source.data:
             operation = instruction.operation
             self._count(operation)
-            own = [qubits[source.find_bit(q).index] for q in instruction.qubits]
+            inner_qubits = [qubits[source.find_bit(q).index] for q in instruction.qubits]
             if isinstance(operation, Measure):
-                self._measured.update(own)
+                self._measured.update(inner_qubits)
             elif isinstance(operation, (Barrier, Delay)):
                 continue
-            elif own:
-                for part in self._operation(operation, own):
+            elif inner_qubits:
+                for part in self._operation(operation, inner_qubits):
                     self._check_measured(part, operation)
                     yield part
             elif qubits:

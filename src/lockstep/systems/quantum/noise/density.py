@@ -157,9 +157,9 @@ class _Evolution:
             if isinstance(each, Gate):
                 branches = self._gate(branches, each)
             elif isinstance(each, Channel):
-                own = [next(self._values) for _ in each.values]
+                values = [next(self._values) for _ in each.values]
                 empty = branches.real.new_zeros(len(branches), 0)
-                weights, matrices = each.kraus(torch.stack(own, -1) if own else empty)
+                weights, matrices = each.kraus(torch.stack(values, -1) if values else empty)
                 branches = _superoperator(branches, weights, matrices, each.qubits)
             elif isinstance(each, Reset):
                 matrices = torch.tensor([TO_ZERO], dtype=branches.dtype, device=branches.device)

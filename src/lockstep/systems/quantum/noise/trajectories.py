@@ -314,9 +314,9 @@ class _Walk:
 
     def _unitary(self, shots: _Shots, step: _Unitary) -> _Shots:
         count = len(step.simulator.circuit.with_angle)
-        own = self._angles[:, step.first : step.first + count]
+        step_angles = self._angles[:, step.first : step.first + count]
         # With a single row, all shots share their matrices.
-        angles = own[0] if len(own) == 1 else own[shots.rows]
+        angles = step_angles[0] if len(step_angles) == 1 else step_angles[shots.rows]
         return replace(shots, states=step.simulator.state_at(angles, shots.states))
 
     def _branch(self, shots: _Shots, step: _Branch) -> _Shots:
@@ -384,8 +384,8 @@ def _jumped(
         chosen = torch.minimum(chosen, last)
         probability = likely.gather(-1, chosen[:, None])[:, 0].to(states.real)
     scale = (weights[rows, chosen] / probability).sqrt()
-    own = matrices[rows, chosen] * scale[:, None, None].to(states.dtype)
-    return replace(shots, states=act(own, states[..., None], qubits)[..., 0]), chosen
+    operators = matrices[rows, chosen] * scale[:, None, None].to(states.dtype)
+    return replace(shots, states=act(operators, states[..., None], qubits)[..., 0]), chosen
 
 
 def _reduced(states: Tensor, qubits: Sequence[int]) -> Tensor:

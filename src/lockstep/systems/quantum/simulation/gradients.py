@@ -169,14 +169,13 @@ class _Shift(torch.autograd.Function):
         chunk = max(1, _AMPLITUDES >> ctx.simulator.circuit.num_qubits)
         for row in range(len(angles)):
             for first in range(0, len(places), chunk):
-                own = slice(first, first + chunk)
-                moved = angles[row].repeat(len(places[own]), 1)
-                moved[torch.arange(len(moved)), places[own]] += shifts[own].to(moved)
+                part = slice(first, first + chunk)
+                moved = angles[row].repeat(len(places[part]), 1)
+                moved[torch.arange(len(moved)), places[part]] += shifts[part].to(moved)
                 measured = _measured(moved, ctx.simulator, ctx.measure, ctx.only)
                 values = measured @ gradient[row]
-                angle_gradient[row].index_add_(
-                    0, places[own], values * coefficients[own].to(values)
-                )
+                summands = values * coefficients[part].to(values)
+                angle_gradient[row].index_add_(0, places[part], summands)
         if torch.is_grad_enabled() and ctx.only is not None:
             angle_gradient = only_once(angle_gradient.detach(), _OF_SOME, gradient, angles)
         return angle_gradient, None, None, None

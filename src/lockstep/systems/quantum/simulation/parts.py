@@ -225,11 +225,11 @@ def added_up(local: Tensor, part: StatePart) -> Tensor:
     """
     everyone = local
     if part.transport is not None:
-        own = (torch.view_as_real(local) if local.is_complex() else local).flatten(1)
-        gathered = own.new_empty(part.num_parts * own.shape[1])
-        counts = [number * own.shape[1] for number in part.counts]
-        part.transport.all_gather(own.reshape(-1), gathered, counts)
-        everyone = gathered.view(part.num_parts, *own.shape[1:])
+        numbers = (torch.view_as_real(local) if local.is_complex() else local).flatten(1)
+        gathered = numbers.new_empty(part.num_parts * numbers.shape[1])
+        counts = [number * numbers.shape[1] for number in part.counts]
+        part.transport.all_gather(numbers.reshape(-1), gathered, counts)
+        everyone = gathered.view(part.num_parts, *numbers.shape[1:])
         if local.is_complex():
             everyone = torch.view_as_complex(everyone.view(part.num_parts, -1, 2))
         everyone = everyone.view(part.num_parts, *local.shape[1:])

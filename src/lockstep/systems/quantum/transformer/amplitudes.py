@@ -140,9 +140,9 @@ def of_sentences(amplitudes: Tensor, words: Tensor) -> Tensor:
         A of words 0..i-1 followed by v, (Σ_{k<i} a_k + a_i(v)) / i, complex, [..., B, L - 1, N].
     """
     chosen = words[:, 1:, None].expand(*amplitudes.shape[:-1], 1)
-    own = amplitudes.gather(-1, chosen)
-    numbers = torch.arange(1, own.shape[-2] + 1, device=own.device)[:, None]
-    return (own.cumsum(-2) - own + amplitudes) / numbers
+    of_chosen = amplitudes.gather(-1, chosen)
+    numbers = torch.arange(1, of_chosen.shape[-2] + 1, device=of_chosen.device)[:, None]
+    return (of_chosen.cumsum(-2) - of_chosen + amplitudes) / numbers
 
 
 def log_likelihoods(amplitudes: Tensor) -> Tensor:
@@ -188,8 +188,8 @@ def context_root(states: Tensor, transitions: Tensor) -> Tensor:
         contexts = contexts / torch.linalg.vector_norm(contexts, dim=1, keepdim=True)
         density.addmm_(contexts.mT, contexts, alpha=1 / (len(states) * count))
     values, vectors = torch.linalg.eigh(density)
-    kept = values > _NEGLIGIBLE * values[-1]
-    columns: Tensor = vectors[:, kept] * values[kept].sqrt()
+    is_large = values > _NEGLIGIBLE * values[-1]
+    columns: Tensor = vectors[:, is_large] * values[is_large].sqrt()
     return columns.mT.reshape(-1, dim, dim)
 
 

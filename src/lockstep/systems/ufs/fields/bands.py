@@ -112,18 +112,18 @@ def read_band(
         icy = fields["aice"].values > selection.min_concentration
         chosen &= icy if selection.mask_mode == "sea_ice" else ~icy
     first = rows.start * scene.shape[1]
-    kept = chosen
+    taken = chosen
     if selection.thin_fraction < 1:
-        kept = chosen & (draw(cells + first, number) < selection.thin_fraction)
-    cells = cells[kept]
-    counts = [ocean.size, len(kept), complete.sum(), chosen.sum(), len(cells)]
+        taken = chosen & (draw(cells + first, number) < selection.thin_fraction)
+    cells = cells[taken]
+    counts = [ocean.size, len(taken), complete.sum(), chosen.sum(), len(cells)]
     return Band(
-        values=np.stack([fields[name].values[kept] for name in selection.names]),
+        values=np.stack([fields[name].values[taken] for name in selection.names]),
         cell=cells + first,
         time=np.full(len(cells), number, np.int32),
         place=np.stack([axis[cells] for axis in flat]),
         counts=np.array(counts, np.int64),
-        clipped=np.array([fields[name].clipped[kept].sum() for name in selection.names], np.int64),
+        clipped=np.array([fields[name].clipped[taken].sum() for name in selection.names], np.int64),
     )
 
 

@@ -188,8 +188,8 @@ class HistoryScene(Scene):
         for names in OCEAN_MASKS:
             if all(map(self._file.has, names)):
                 return names
-        there = [names for names in OCEAN_MASKS if self._file.has(names[0])]
-        names = there[0] if there else OCEAN_MASKS[0]
+        masks = [names for names in OCEAN_MASKS if self._file.has(names[0])]
+        names = masks[0] if masks else OCEAN_MASKS[0]
         for name in names:
             self._file.dims(name)  # raises for the one that is missing
         return names

@@ -309,13 +309,13 @@ class Scene(ABC):
         variable = VARIABLES[name]
         file, stored_name, stored_unit = self._place(variable)
         stored = self._read(variable, rows)
-        there = np.ones(len(cells), bool)
+        is_present = np.ones(len(cells), bool)
         if np.ma.is_masked(stored):
-            there = ~np.ma.getmaskarray(stored).reshape(-1)[cells]
+            is_present = ~np.ma.getmaskarray(stored).reshape(-1)[cells]
         values = _converted(stored.data.reshape(-1)[cells], variable.unit, stored_unit)
         low, high, slack = (np.float32(n) for n in (variable.low, variable.high, variable.slack))
         # NaN is in no range.
-        bad = there & ~((values >= low - slack) & (values <= high + slack))
+        bad = is_present & ~((values >= low - slack) & (values <= high + slack))
         if bad.any():
             row, column = divmod(int(cells[bad.argmax()]), self.shape[1])
             row += rows.start
@@ -325,10 +325,10 @@ class Scene(ABC):
                     f"{file.path}: {stored_name}", variable, stored_unit, values[bad], cell
                 )
             )
-        clipped = there & ((values < low) | (values > high))
+        clipped = is_present & ((values < low) | (values > high))
         if clipped.any():
             values = np.where(clipped, values.clip(low, high), values)
-        return Field(values, there, clipped)
+        return Field(values, is_present, clipped)
 
     def _shown_place(self, row: int, column: int) -> str:
         """The coordinates of a cell for messages."""

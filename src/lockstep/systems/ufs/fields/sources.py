@@ -153,13 +153,13 @@ def at_cells(
         width = scene.shape[1]
         for rows in scene.bands():
             first, last = rows.start * width, rows.stop * width
-            here = np.flatnonzero((cells >= first) & (cells < last))
-            if not len(here):
+            in_band = np.flatnonzero((cells >= first) & (cells < last))
+            if not len(in_band):
                 continue
-            here = here[scene.ocean(rows).reshape(-1)[cells[here] - first]]
+            in_band = in_band[scene.ocean(rows).reshape(-1)[cells[in_band] - first]]
             for column, name in enumerate(names):
-                field = scene.field(name, rows, cells[here] - first)
-                found[here, column] = np.where(field.there, field.values, np.nan)
+                field = scene.field(name, rows, cells[in_band] - first)
+                found[in_band, column] = np.where(field.there, field.values, np.nan)
     return found
 
 

@@ -284,10 +284,10 @@ class NetcdfFile:
         names = list(self._data.variables)
         nearest = difflib.get_close_matches(name, names[:1000], n=1, cutoff=0.5)
         hint = f"; the nearest is {printable(nearest[0])}" if nearest else ""
-        there = ", ".join(printable(n) for n in names[:_MOST_SHOWN]) or "none"
-        there += f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
+        known = ", ".join(printable(n) for n in names[:_MOST_SHOWN]) or "none"
+        known += f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
         groups = "; those in groups are not looked at" if self._data.groups else ""
-        return f"{self.path}: has no variable {name}{hint} (it has {there}{groups})"
+        return f"{self.path}: has no variable {name}{hint} (it has {known}{groups})"
 
 
 @contextmanager

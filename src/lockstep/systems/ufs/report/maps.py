@@ -46,11 +46,11 @@ def draw_map(
     Returns:
         The file; None if no point is in the region.
     """
-    here = inside(place[:, 0], region)
-    if not here.any():
+    in_region = inside(place[:, 0], region)
+    if not in_region.any():
         return None
     variable = VARIABLES[name]
-    place, true, predicted = place[here], true[here], predicted[here]
+    place, true, predicted = place[in_region], true[in_region], predicted[in_region]
     land = land[inside(land[:, 0], region)]
     figure = new_figure(
         13, 4.2 if region != "global" else 3.2, ", ".join(filter(None, (name, region, when)))

@@ -154,10 +154,10 @@ class Report:
         area = self._ground.area[self._rows.cell]
         by_region = {}
         for region in REGIONS:
-            here = inside(latitude, region)
-            if here.any():
-                true, predicted = self._true[here, column], self._predicted[here, column]
-                by_region[region] = score(predicted, true, area[here], name == "aice")
+            in_region = inside(latitude, region)
+            if in_region.any():
+                true, predicted = self._true[in_region, column], self._predicted[in_region, column]
+                by_region[region] = score(predicted, true, area[in_region], name == "aice")
         return by_region
 
     def _skill(self, name: str) -> dict[str, dict[str, dict[str, Any]]]:

@@ -74,8 +74,8 @@ def persistence(rows: Rows, names: Sequence[str], period: Period) -> Baseline:
     for time in np.unique(rows.time):
         earlier = before.get(int(time))
         if earlier is not None:
-            here = rows.time == time
-            values[here] = at_cells(period.sources[earlier], names, rows.cell[here])
+            at_time = rows.time == time
+            values[at_time] = at_cells(period.sources[earlier], names, rows.cell[at_time])
     return Baseline(values, _lacking(values, "no earlier time in these files has their cells"))
 
 
@@ -108,18 +108,18 @@ def climatology(
         if month is not None:
             by_month.setdefault(month, []).append(int(time))
     for month, times in by_month.items():
-        here = np.isin(rows.time, times)
-        cells, place = np.unique(rows.cell[here], return_inverse=True)
+        at_times = np.isin(rows.time, times)
+        cells, place = np.unique(rows.cell[at_times], return_inverse=True)
         keys = {period.moments[time].key for time in times}
         total, count, own = _month(trained, month, names, cells, keys)
         for time in times:
             mine = rows.time == time
-            at = place[rows.time[here] == time]
+            at = place[rows.time[at_times] == time]
             sums, counts = total[at], count[at]
             field = own.get(period.moments[time].key)
             if field is not None:
-                there = np.isfinite(field[at])
-                sums, counts = sums - np.where(there, field[at], 0), counts - there
+                is_finite = np.isfinite(field[at])
+                sums, counts = sums - np.where(is_finite, field[at], 0), counts - is_finite
             values[mine] = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
     return Baseline(values, _lacking(values, "no other field of the training is of their month"))
 
@@ -163,15 +163,15 @@ def skill(predicted: Floats, baseline: Floats, true: Floats) -> dict[str, Any] |
         `count` of rows, `rmse` of the baseline and of the emulator (`rmse_emulator`) over them, and
         `skill`, NaN where the baseline makes no error.
     """
-    there = np.isfinite(baseline)
-    if not there.any():
+    is_finite = np.isfinite(baseline)
+    if not is_finite.any():
         return None
     own, other = (
-        float(np.sqrt(np.mean((values[there] - true[there]) ** 2)))
+        float(np.sqrt(np.mean((values[is_finite] - true[is_finite]) ** 2)))
         for values in (predicted, baseline)
     )
     return {
-        "count": int(there.sum()),
+        "count": int(is_finite.sum()),
         "rmse": other,
         "rmse_emulator": own,
         "skill": 1 - own / other if other else float("nan"),
@@ -202,17 +202,17 @@ def by_region_and_season(
     table: dict[str, dict[str, dict[str, Any]]] = {}
     for region in REGIONS:
         for season, of_season in seasons.items():
-            here = inside(latitude, region) & of_season
-            if not here.any():
+            is_meant = inside(latitude, region) & of_season
+            if not is_meant.any():
                 continue
-            error = predicted[here] - true[here]
+            error = predicted[is_meant] - true[is_meant]
             entry: dict[str, Any] = {
-                "count": int(here.sum()),
+                "count": int(is_meant.sum()),
                 "rmse": float(np.sqrt(np.mean(error**2))),
                 "bias": float(np.mean(error)),
             }
             for name, values in baselines.items():
-                entry[name] = skill(predicted[here], values[here], true[here])
+                entry[name] = skill(predicted[is_meant], values[is_meant], true[is_meant])
             table.setdefault(region, {})[season] = entry
     return table
 
