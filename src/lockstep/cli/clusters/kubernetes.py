@@ -1,18 +1,23 @@
-"""`lockstep kubernetes`: write the manifests of a training."""
+"""`lockstep kubernetes`: an Indexed Job whose pods are the ranks, and the Service they meet by.
+
+A pod that ends is started again by the Job, until its index has failed too often. A rank that is
+lost ends the others, and all go on from the newest checkpoint. No operator is needed.
+"""
 
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import yaml
 
 from lockstep.cli.clusters.slurm import config_of, write_script
 from lockstep.config.files import read_text
-from lockstep.errors import LaunchError
-from lockstep.launching.kubernetes import CODE, Pods, check, manifests
+from lockstep.errors import LaunchError, LockstepError, RankFailure
 from lockstep.launching.targets import absolute, is_script
 
 FIRST_COMMENT = "# Written by `lockstep kubernetes`"
@@ -52,8 +57,8 @@ def kubernetes(target: str, overrides: Sequence[str], pods: Pods, output: Path |
     if not pods.name:
         plain = re.sub(r"[^a-z0-9]+", "-", (task or Path(path).stem).lower()).strip("-")
         pods = replace(pods, name=plain or "training")
-    check(pods)
-    _write(output or Path(f"{pods.name}.yaml"), pods, manifests(pods, target_in_pod, words))
+    _check(pods)
+    _write(output or Path(f"{pods.name}.yaml"), pods, _manifests(pods, target_in_pod, words))
 
 
 def _write(path: Path, pods: Pods, objects: Sequence[object]) -> None:
@@ -69,3 +74,189 @@ def _write(path: Path, pods: Pods, objects: Sequence[object]) -> None:
             "PersistentVolumeClaim (ReadWriteMany on several nodes) to go on after a loss",
             flush=True,
         )
+
+
+_PORT = 29_500
+"""The port that ranks meet at, in the pod of rank 0."""
+RUNS, CODE = "/runs", "/lockstep"
+"""Where the volume with run directories is, and where files are that travel with the manifest."""
+_LABEL = "lockstep.train"
+"""Label of all that belongs to a training, whose value is its name."""
+
+_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_MOST_LETTERS = 52
+"""Of a name: an index and a hyphen are added, and labels have 63 letters at most."""
+_QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?")
+_MOST_FILE = 900_000
+"""Bytes of a file that fits into a ConfigMap, which may have 1 MiB."""
+_STOPPED = (128 + signal.SIGHUP, 128 + signal.SIGTERM)
+"""Exit codes of ranks that were asked to stop, and go on later."""
+_GRACE_S = 10
+"""Seconds that are left for writing the checkpoint of the step that is under way."""
+
+
+@dataclass(frozen=True)
+class Pods:
+    """What each pod is made of, and where.
+
+    Attributes:
+        name: name of the training; a DNS label.
+        image: container image that has Lockstep in it.
+        ranks: number of pods, each with one rank.
+        namespace: where they run; None for the one that `kubectl` is set to.
+        cpus: cores of a pod.
+        memory: memory of a pod, such as "4Gi"; None asks for none.
+        gpus: GPUs of a pod.
+        claim: name of a PersistentVolumeClaim that all pods can write to; None for none, and then
+            checkpoints are lost with the pods.
+        restarts: how often each rank may fail.
+        grace_s: seconds from SIGTERM to SIGKILL.
+        file: name and text of a file that travels in a ConfigMap; None if the image has all.
+    """
+
+    name: str
+    image: str
+    ranks: int
+    namespace: str | None = None
+    cpus: int = 1
+    memory: str | None = None
+    gpus: int = 0
+    claim: str | None = None
+    restarts: int = 10
+    grace_s: int = 60
+    file: tuple[str, str] | None = None
+
+
+def _check(pods: Pods) -> None:
+    """Refuse what the API server would not take, or what cannot train.
+
+    Raises:
+        LaunchError: naming the option.
+    """
+    if not _NAME.fullmatch(pods.name) or len(pods.name) > _MOST_LETTERS:
+        raise LaunchError(
+            f"--name {pods.name!r}: must be at most {_MOST_LETTERS} lower-case letters, digits and "
+            "hyphens, and begin with a letter"
+        )
+    for option, value in {"--namespace": pods.namespace, "--claim": pods.claim}.items():
+        if value is not None and not re.fullmatch(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?", value):
+            raise LaunchError(
+                f"{option} {value!r}: must be lower-case letters, digits, hyphens and dots"
+            )
+    if not pods.image.strip() or re.search(r"\s", pods.image):
+        raise LaunchError(f"--image {pods.image!r}: must be an image, such as registry/lockstep:1")
+    if pods.memory is not None and not _QUANTITY.fullmatch(pods.memory):
+        raise LaunchError(f"--memory {pods.memory!r}: must be a quantity, such as 4Gi or 500M")
+    if pods.grace_s < _GRACE_S:
+        raise LaunchError(
+            f"--grace {pods.grace_s}: must be at least {_GRACE_S} seconds, in which the step that "
+            "is under way ends and its checkpoint is written"
+        )
+    if pods.file is not None and len(pods.file[1].encode()) > _MOST_FILE:
+        raise LaunchError(
+            f"{pods.file[0]}: has {len(pods.file[1].encode()):,} bytes, and a ConfigMap holds "
+            f"{_MOST_FILE:,}; put it into the image, and give its path there"
+        )
+
+
+def _manifests(pods: Pods, target: str, overrides: Sequence[str]) -> list[dict[str, Any]]:
+    """All objects of a training, in the order in which they are to be created.
+
+    Args:
+        pods: what pods are made of; checked.
+        target: what to train: a recipe, or a path in the container, `file.py:Task`.
+        overrides: `key=value` items for the config.
+    """
+    files = [] if pods.file is None else [_config_map(pods, *pods.file)]
+    return [*files, _service(pods), _job(pods, target, overrides)]
+
+
+def _about(pods: Pods) -> dict[str, Any]:
+    labels = {_LABEL: pods.name}
+    about: dict[str, Any] = {"name": pods.name, "labels": labels}
+    return about if pods.namespace is None else about | {"namespace": pods.namespace}
+
+
+def _config_map(pods: Pods, name: str, text: str) -> dict[str, Any]:
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _about(pods), "data": {name: text}}
+
+
+def _service(pods: Pods) -> dict[str, Any]:
+    """Gives each pod a host name, also before it is ready: ranks meet before they train."""
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {_LABEL: pods.name},
+        "ports": [{"name": "ranks", "port": _PORT}],
+    }
+    return {"apiVersion": "v1", "kind": "Service", "metadata": _about(pods), "spec": spec}
+
+
+def _job(pods: Pods, target: str, overrides: Sequence[str]) -> dict[str, Any]:
+    rules = [
+        # What is wrong with the input stays wrong.
+        {
+            "action": "FailJob",
+            "onExitCodes": {"operator": "In", "values": [LockstepError.exit_code]},
+        },
+        # The rank that was lost counts, not those that it has ended, nor ranks that were stopped.
+        {
+            "action": "Ignore",
+            "onExitCodes": {"operator": "In", "values": [RankFailure.exit_code, *_STOPPED]},
+        },
+        # A node that is drained or lost, or a pod that is preempted, is nobody's failure.
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+    ]
+    spec = {
+        "completionMode": "Indexed",
+        "completions": pods.ranks,
+        "parallelism": pods.ranks,
+        "backoffLimitPerIndex": pods.restarts,
+        "maxFailedIndexes": 0,  # a rank that is given up leaves the others waiting for it
+        "podReplacementPolicy": "Failed",  # two of one index would both call themselves that rank
+        "podFailurePolicy": {"rules": rules},
+        "template": {
+            "metadata": {"labels": {_LABEL: pods.name}},
+            "spec": _pod(pods, target, overrides),
+        },
+    }
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _about(pods), "spec": spec}
+
+
+def _pod(pods: Pods, target: str, overrides: Sequence[str]) -> dict[str, Any]:
+    run_dir = str(PurePosixPath(RUNS) / pods.name)
+    command = ["lockstep", "train", target, "--run-dir", run_dir, "--resume", *overrides]
+    storage: dict[str, Any] = {"emptyDir": {}}
+    if pods.claim is not None:
+        storage = {"persistentVolumeClaim": {"claimName": pods.claim}}
+    volumes = [{"name": "runs"} | storage]
+    mounts = [{"name": "runs", "mountPath": RUNS}]
+    if pods.file is not None:
+        volumes.append({"name": "code", "configMap": {"name": pods.name}})
+        mounts.append({"name": "code", "mountPath": CODE})
+    needs = {"cpu": str(pods.cpus)}
+    if pods.memory is not None:
+        needs["memory"] = pods.memory
+    if pods.gpus:
+        needs["nvidia.com/gpu"] = str(pods.gpus)
+    container = {
+        "name": "rank",
+        "image": pods.image,
+        "command": command,
+        "env": [
+            {"name": "WORLD_SIZE", "value": str(pods.ranks)},
+            {"name": "MASTER_ADDR", "value": f"{pods.name}-0.{pods.name}"},
+            {"name": "MASTER_PORT", "value": str(_PORT)},
+            {"name": "PYTHONUNBUFFERED", "value": "1"},
+        ],
+        "ports": [{"name": "ranks", "containerPort": _PORT}],
+        "resources": {"requests": needs, "limits": dict(needs)},
+        "volumeMounts": mounts,
+    }
+    return {
+        "subdomain": pods.name,
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": pods.grace_s,
+        "containers": [container],
+        "volumes": volumes,
+    }

@@ -90,7 +90,7 @@ def kubernetes(
     """Write an Indexed Job for Kubernetes, whose pods are the ranks and go on after a loss."""
     with ending_at_interrupt():
         from lockstep.cli.clusters import kubernetes as command
-        from lockstep.launching.kubernetes import Pods
+        from lockstep.cli.clusters.kubernetes import Pods
     pods = Pods(name, image, ranks, namespace, cpus, memory, gpus, claim, restarts, grace)
     command.kubernetes(target, overrides or [], pods, output)
 
