@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from lockstep.engine.task import Loss, Phase, Task
     from lockstep.errors import LockstepError
     from lockstep.launching.api import Result, Stopped, main, train
-    from lockstep.launching.api.export import Exported, export
-    from lockstep.launching.api.training import Loaded, Steps, load, steps
+    from lockstep.launching.api.trained import Exported, Loaded, export, load
+    from lockstep.launching.api.training import Steps, steps
     from lockstep.launching.launch import launch
     from lockstep.lightning import from_lightning
 

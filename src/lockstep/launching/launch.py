@@ -25,7 +25,7 @@ from lockstep.engine.task.task import check_config
 from lockstep.errors import CheckpointError, LaunchError, LockstepError, RankFailure, TaskFailure
 from lockstep.launching.api import Result, Session, Stopped, claim, find_device, new_run_dir
 from lockstep.launching.api.session import check_names_run
-from lockstep.launching.api.training import restored
+from lockstep.launching.api.trained import restored
 from lockstep.launching.job.commands import local_command
 from lockstep.launching.job.ending import Ended
 from lockstep.launching.rank.early import INTERRUPTED

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import lockstep as ls
 from lockstep.errors import ConfigError, DataError, TaskError
-from lockstep.launching.api.export import SUFFIXES
+from lockstep.launching.api.trained import SUFFIXES
 
 GRAPHS = ("torch.export", "torchscript", "onnx")
 
@@ -236,6 +236,6 @@ def test_data_that_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.launching.api.export.find_spec", lambda name: None)
+    monkeypatch.setattr("lockstep.launching.api.trained.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs onnx, onnxscript, onnxruntime; install it with"):
         ls.export(tmp_path, tmp_path / "model.onnx")

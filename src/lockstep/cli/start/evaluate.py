@@ -18,9 +18,8 @@ from lockstep.engine.snapshot.restore import find_snapshot
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, DataError
 from lockstep.launching.api import TIMEOUT_S, on_device
-from lockstep.launching.api.export import SUFFIXES
-from lockstep.launching.api.export import export as export_model
-from lockstep.launching.api.training import restored
+from lockstep.launching.api.trained import SUFFIXES, restored
+from lockstep.launching.api.trained import export as export_model
 from lockstep.launching.rank.environment import detect
 from lockstep.launching.rank.join import open_transport
 from lockstep.launching.rank.process import num_threads

@@ -21,7 +21,7 @@ from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.events import RunStarted, StepDone
 from lockstep.engine.snapshot.restore import find_snapshot
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.launching.api.training import restored
+from lockstep.launching.api.trained import restored
 from lockstep.observe import event_from_row, read_events
 from lockstep.observe.figures import new_figure, picture_path, save
 from lockstep.systems.quantum import language as grammar

@@ -22,7 +22,7 @@ from lockstep.engine.evaluation.evaluation import evaluations
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, DataError
-from lockstep.launching.api.training import load
+from lockstep.launching.api.trained import load
 from lockstep.launching.rank.environment import detect
 from lockstep.launching.rank.process import num_threads
 from lockstep.launching.systems import recipe_names
