@@ -21,11 +21,11 @@ from lockstep.cli.clusters.comm_profile.command import (
     Options,
     check_plot,
     comm_profile,
+    figure,
     heading,
     skipped_lines,
     speed_text,
     tables,
-    write_plot,
 )
 from lockstep.cli.clusters.comm_profile.meter import ENOUGH, Meter, Timed
 from lockstep.cli.clusters.comm_profile.profiler import Facts, facts_of, hosts_of, warnings_of
@@ -34,6 +34,7 @@ from lockstep.comm.transport import Sending
 from lockstep.errors import ConfigError, DataError, LaunchError, LockstepError
 from lockstep.launching.job.commands import RankCommand
 from lockstep.launching.rank.environment import Environment
+from lockstep.observe.figures import save
 from lockstep.observe.text import brief
 from lockstep.planning.operations import OPERATIONS
 from lockstep.planning.profile import Host, Profile
@@ -294,7 +295,7 @@ def test_speeds_have_units() -> None:
 @pytest.mark.parametrize("kind", ["svg", "png"])
 def test_the_picture_is_drawn(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"profile.{kind}"
-    write_plot(path, sample())
+    save(figure(sample()), path)
     content = path.read_bytes()
     assert content.startswith(b"<?xml" if kind == "svg" else b"\x89PNG")
     assert kind == "png" or b"torch/all_reduce" in content or b"<path" in content

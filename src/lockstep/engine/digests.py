@@ -175,7 +175,7 @@ def _values(device: torch.device, *shape: int) -> Tensor:
 
 
 def _machine(device: torch.device) -> str:
-    parts = [socket.gethostname(), _processor()]
+    parts = [socket.gethostname(), processor()]
     if device.type == "cuda":
         parts.append(torch.cuda.get_device_name(device))
     parts.append(f"{torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}")
@@ -183,7 +183,8 @@ def _machine(device: torch.device) -> str:
     return f"{parts[0]} ({', '.join(parts[1:])})"
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The model name of the processor."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             if line.startswith("model name"):

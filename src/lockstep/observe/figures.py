@@ -41,8 +41,8 @@ def picture_path(path: Path) -> Path:
     Raises:
         ConfigError: it ends neither in .svg nor in .png.
     """
-    if path.suffix not in (".svg", ".png"):
-        raise ConfigError(f"{path}: a picture must end in .svg or .png")
+    if path.suffix.lower() not in (".svg", ".png"):
+        raise ConfigError(f"{path}: must end in .svg or .png")
     return path
 
 
@@ -54,7 +54,7 @@ def save(figure: Any, path: Path) -> Path:
     """
     from matplotlib import rc_context
 
-    kind = "svg" if path.suffix == ".svg" else "png"
+    kind = "svg" if path.suffix.lower() == ".svg" else "png"
     metadata = {"Date": None} if kind == "svg" else {"Software": None}
     try:
         with (

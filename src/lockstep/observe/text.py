@@ -238,10 +238,10 @@ def shares(times: events.RankTimes) -> list[str]:
 def rank_times(step: int, times: events.RankTimes) -> str:
     """One line for what a rank has spent its time on."""
     parts = "  ".join(map(" ".join, zip(KINDS_OF_WORK, shares(times), strict=True)))
-    return f"step {step:,}: rank {times.rank}: {parts}{said(times)}"
+    return f"step {step:,}: rank {times.rank}: {parts}{traffic(times)}"
 
 
-def said(times: events.RankTimes) -> str:
+def traffic(times: events.RankTimes) -> str:
     """What a rank has sent and received, to follow its shares; empty without other ranks."""
     if not times.num_calls:
         return ""

@@ -47,7 +47,7 @@ def test_expressibility_as_a_table_and_a_picture(here, tmp_path: Path) -> None:
         (["plateau", "--qubits", ""], "must be integers"),
         (["plateau", "--layers", "0"], "--layers '0': must be integers"),
         (["plateau", "--ansatz", "idle"], "has no parameter"),
-        (["plateau", "--plot", "a.pdf"], "a.pdf: a picture must end in .svg or .png"),
+        (["plateau", "--plot", "a.pdf"], "a.pdf: must end in .svg or .png"),
         (["expressibility", "--ansatz", "ring,foo"], "ansatz 'foo': there is none"),
         (
             ["expressibility", "--samples", "1", "--layers", "1", "--plot", "none/a.svg"],

@@ -15,22 +15,18 @@ from rich.table import Table
 
 from lockstep.cli.clusters.comm_profile.rank import Request, command, measured
 from lockstep.cli.options import check_writable, shown_status
-from lockstep.config.files import replacing_binary
 from lockstep.errors import (
     ConfigError,
-    DataError,
     LaunchError,
     LockstepError,
     RankFailure,
-    file_errors,
 )
 from lockstep.launching.job.commands import RankCommand, rank_environment
 from lockstep.launching.job.run import Captured, capture
 from lockstep.launching.rank.environment import detect
 from lockstep.launching.rank.process import tell
 from lockstep.launching.start import choose_launcher, launcher_command
-from lockstep.observe.figures import new_figure
-from lockstep.observe.reading.report.page import Picture, rendered
+from lockstep.observe.figures import new_figure, picture_path, save
 from lockstep.observe.text import brief
 from lockstep.planning.operations import OPERATIONS, parse_sizes, size_text
 from lockstep.planning.profile import Measurement, Profile, Scope, from_json, write_json
@@ -193,7 +189,7 @@ def _show(profile: Profile, options: Options, console: Console) -> None:
     if options.json is not None:
         write_json(options.json, profile)
     if options.plot is not None:
-        write_plot(options.plot, profile)
+        save(figure(profile), options.plot)
     console.print(heading(profile), highlight=False, markup=False)
     for table in tables(profile):
         console.print()
@@ -208,47 +204,30 @@ def _show(profile: Profile, options: Options, console: Console) -> None:
             console.print(f"{name:8} {path}", highlight=False, markup=False)
 
 
-KINDS = ("svg", "png")
 _EXTRA = "report"
 _LINES = {"lockstep": "-", "torch": "--"}
 _SCOPES = {"inside": "inside a host", "between": "between hosts", "all": "all ranks"}
 
 
-def check_plot(path: Path) -> str:
-    """The kind of picture that a file is to hold; checks that it can be drawn.
+def check_plot(path: Path) -> None:
+    """Check that a picture can be drawn, and that a file's name says of which kind.
 
     Raises:
         ConfigError: its name ends in something else, or matplotlib is not installed.
     """
-    kind = path.suffix.removeprefix(".").lower()
-    if kind not in KINDS:
-        raise ConfigError(f"--plot {path}: must end in .svg or .png")
+    picture_path(path)
     new_figure(1.0, 1.0, "", _EXTRA)
-    return kind
 
 
-def write_plot(path: Path, profile: Profile) -> None:
-    """Draw a profile.
-
-    Raises:
-        ConfigError: as `check_plot`.
-        DataError: the file cannot be written.
-    """
-    kind = check_plot(path)
-    picture = rendered(Picture("comm-profile", "Communication", _figure(profile)), kind)
-    with file_errors(DataError, path), replacing_binary(path) as file:
-        file.write(picture)
-
-
-def _figure(profile: Profile) -> Any:
+def figure(profile: Profile) -> Any:
     """For each scope, times with their fits on the left, and bus bandwidths on the right."""
     scopes = list(dict.fromkeys(m.scope for m in profile.measurements))
     title = f"{profile.num_ranks} ranks over {profile.transport} ({profile.launcher})"
-    figure = new_figure(12.0, 1.0 + 4.6 * len(scopes), title, _EXTRA)
+    drawn = new_figure(12.0, 1.0 + 4.6 * len(scopes), title, _EXTRA)
     for row, scope in enumerate(scopes):
         of = [m for m in profile.measurements if m.scope == scope and m.points[0].num_bytes]
-        latency = figure.add_subplot(len(scopes), 2, 2 * row + 1)
-        speed = figure.add_subplot(len(scopes), 2, 2 * row + 2)
+        latency = drawn.add_subplot(len(scopes), 2, 2 * row + 1)
+        speed = drawn.add_subplot(len(scopes), 2, 2 * row + 2)
         numbers = {"lockstep": itertools.count(), "torch": itertools.count()}
         for measurement in of:
             colour = f"C{next(numbers[measurement.layer]) % 10}"
@@ -257,7 +236,7 @@ def _figure(profile: Profile) -> Any:
         _label(speed, f"{_SCOPES[scope]}: bus bandwidth", "GB/s")
         if of:
             speed.legend(fontsize=7, ncols=2)
-    return figure
+    return drawn
 
 
 def _draw(measurement: Measurement, colour: str, latency: Any, speed: Any) -> None:

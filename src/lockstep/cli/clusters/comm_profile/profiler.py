@@ -16,6 +16,7 @@ import lockstep
 from lockstep.cli.clusters.comm_profile.calls import ENGINE_CALLS, TORCH_CALLS, Group
 from lockstep.cli.clusters.comm_profile.meter import LEAST, Meter, Timed, start_of
 from lockstep.comm.transport import Transport
+from lockstep.engine.digests import processor
 from lockstep.engine.step.memory import memory_limits
 from lockstep.launching.rank.environment import Environment
 from lockstep.launching.rank.process import cores_of_host
@@ -111,15 +112,6 @@ def versions(transport: str) -> dict[str, str]:
 
         found["mpi"] = MPI.Get_library_version().partition(",")[0].strip()
     return found
-
-
-def processor() -> str:
-    """The model name of the processor."""
-    lines: list[str] = []
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _free_bytes() -> int:

@@ -17,6 +17,7 @@ from lockstep.launching.job.commands import rank_environment
 from lockstep.launching.job.run import capture
 from lockstep.launching.start import rank_command
 from lockstep.observe import read_events, read_result
+from lockstep.observe.text import count
 from lockstep.planning.measurements import Timed
 
 _NEVER = 1_000_000_000
@@ -55,7 +56,7 @@ class Shape:
         many = f"{self.num_copies} times at once, " if self.num_copies > 1 else ""
         mesh = f" ({self.num_replicas}x{self.pp}x{self.tp})" if ranks > 1 else ""
         microbatches = f"{self.num_microbatches} of the microbatches"
-        return f"{many}{ranks} rank{'s' if ranks > 1 else ''}{mesh}, {microbatches}"
+        return f"{many}{count(ranks, 'rank')}{mesh}, {microbatches}"
 
 
 @dataclass(frozen=True)
