@@ -3,6 +3,8 @@ PYTHON ?= python3
 # The newest torch that is supported; without a pin, pip may take one with gigabytes of CUDA.
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
+# Containers often set it; then each interpreter that a test starts compiles Lockstep again.
+export PYTHONDONTWRITEBYTECODE :=
 # Compiled afterwards, on all cores.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.config.sections import OptimizerConfig
 from lockstep.engine.audit.hidden_state import hidden_state
 
 Change = Callable[[Any], object]
@@ -51,6 +52,10 @@ def local() -> threading.local:
     made = threading.local()
     made.count = 0
     return made
+
+
+def appended(numbers: list[int] = []) -> None:  # noqa: B006
+    numbers.append(1)
 
 
 def advance(iterator: Any) -> None:
@@ -89,6 +94,9 @@ KINDS: dict[str, tuple[Callable[[], Any], Change]] = {
     "map": (lambda: map(str, [1, 2]), advance),
     "chain": (lambda: itertools.chain([1, 2], [3]), advance),
     "slice": (lambda: itertools.islice([1, 2], 2), advance),
+    "default of an argument": (lambda: [appended], lambda v: v[0]()),
+    "first default": (lambda: [lambda a: a], lambda v: setattr(v[0], "__defaults__", (1,))),
+    "key of a config": (OptimizerConfig, lambda v: vars(v).__setitem__("weight_decay", 0.5)),
 }
 
 

@@ -17,7 +17,7 @@ import sys
 import threading
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -40,6 +40,9 @@ _MOST_LETTERS = 400
 _PLAIN = (
     bool, int, float, complex, str, type(None), np.generic, torch.dtype, torch.device, torch.Size,
 )  # fmt: skip
+_PLAIN_TYPES = frozenset({bool, int, float, complex, str, type(None)})
+_BUILT_IN = frozenset({dict, list, tuple, set, OrderedDict})
+"""Types of most objects: neither opaque, nor generators, nor of a user's own class."""
 _ITERATORS: tuple[type[Any], ...] = (
     type(iter([])), type(iter(())), type(iter(range(0))), type(iter("")), type(iter({})),
     type(iter({}.values())), type(iter({}.items())), type(iter(set())), type(reversed([])),
@@ -187,17 +190,27 @@ class Walk:
         waiting = list(roots.items())[::-1]
         while waiting:
             path, value = waiting.pop()
+            if type(value) in _PLAIN_TYPES:  # half of all
+                self.texts[path] = short(repr(value))
+                continue
             parts: list[tuple[str, object]] = []
             with suppress(Exception):  # foreign properties, lengths and texts may raise any
                 parts.extend(self._visit(path, value))
             waiting += [(_bounded(path + name), part) for name, part in reversed(parts)]
 
-    def _visit(self, path: str, value: object) -> Iterator[tuple[str, object]]:
+    def _visit(self, path: str, value: object) -> Iterable[tuple[str, object]]:
         if isinstance(value, _PLAIN):
             self.texts[path] = short(repr(value))
-            return
-        if _is_opaque(value) or id(value) in self._seen or len(self._seen) >= _MOST_OBJECTS:
-            return
+            return ()
+        if id(value) in self._seen or len(self._seen) >= _MOST_OBJECTS:
+            return ()
+        if type(value) in _BUILT_IN:
+            self._seen[id(value)] = value
+            if type(value) is not tuple:
+                self.containers[path] = value
+            return _children(value)
+        if _is_opaque(value):
+            return ()
         self._seen[id(value)] = value  # kept alive, so that no other object gets its id
         if isinstance(value, GENERATORS):
             self.generators[path] = value
@@ -212,7 +225,8 @@ class Walk:
                 self.tensors[path] = value
         if text is None or isinstance(value, Tensor):
             self._seen |= {id(kind): kind for kind in type(value).__mro__}  # their state is in it
-            yield from _children(value)
+            return _children(value)
+        return ()
 
 
 def _is_opaque(value: object) -> bool:
@@ -280,7 +294,8 @@ def _children(value: object) -> Iterator[tuple[str, object]]:
     elif isinstance(value, types.FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         yield from ((f".{name}", _content(cell)) for name, cell in cells)
-        yield ".__defaults__", (value.__defaults__, value.__kwdefaults__)
+        if value.__defaults__ or value.__kwdefaults__:  # few have any
+            yield ".__defaults__", (value.__defaults__, value.__kwdefaults__)
         yield from ((f".{name}", child) for name, child in vars(value).items())
     elif isinstance(value, type):
         yield from ((f".{name}", child) for name, child in _own(value).items())

@@ -84,14 +84,14 @@ class Trial:
         self._first = self._run()
         once = self._state()
         again = self._run()
-        twice = self._state()
-        _check_unchanged(once, twice, compute.task)
+        twice = Walk(self._roots())
+        _check_unchanged(once, twice.texts, compute.task)
         check_equal(self._first, again)
         others = [self._try_phase(step) for step in compute.phases.first_steps[1:]]
         self._by_step = dict(zip(compute.phases.first_steps, (self._first, *others), strict=True))
-        self._watch_generators(at_first, self._state() if others else twice)
+        self._watch_generators(at_first, Walk(self._roots()) if others else twice)
         self._check_after(lambda: self._pass(1))
-        self._check_left_over(self._state() if others else twice)
+        self._check_left_over(self._state() if others else twice.texts)
         # A layer of batch norm that is used in later steps only would not be noticed here.
         always = batch_norm_buffers(model)
         changed = [name for one in (self._first, again, *others) for name in one.changed]
@@ -241,12 +241,12 @@ class Trial:
         roots = {"task": task, "dataset('train')": self._loader.dataset, "model": self._model}
         return roots | module_globals(type(task))
 
-    def _watch_generators(self, at_first: Mapping[str, str], now: Mapping[str, str]) -> None:
+    def _watch_generators(self, at_first: Mapping[str, str], now: Walk) -> None:
         # The task seeds those for each sample that were drawn from and yet have not changed.
         idle = {
             path: generator
-            for path, generator in Walk(self._roots()).generators.items()
-            if at_first.get(path) == now[path] and not is_scratch(self._compute.task, path)
+            for path, generator in now.generators.items()
+            if at_first.get(path) == now.texts[path] and not is_scratch(self._compute.task, path)
         }
         self._loader.watched = self._compute.watched = IdleGenerators(idle)
 
