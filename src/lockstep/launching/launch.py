@@ -30,6 +30,7 @@ from lockstep.launching.job.commands import local_command
 from lockstep.launching.job.ending import Ended
 from lockstep.launching.rank.early import INTERRUPTED
 from lockstep.launching.rank.environment import Environment, detect
+from lockstep.launching.remote import carried
 from lockstep.launching.start import rank_command, start_shown
 from lockstep.launching.transfer import copied, target_of
 from lockstep.launching.warm.proxy import through_proxy
@@ -91,26 +92,36 @@ def launch(
     config = task.config if config is None else config
     check_config(type(task), config)
     check_names_run(run_dir, resume)
-    config = settled(config, Path(run_dir) if resume and run_dir else None)
+    wanted = Session(str(run_dir) if run_dir else None, resume, console=False, quiet=quiet)
+    with carried(wanted) as session:
+        return _launch(task, config, num_ranks, session, chosen, replacements)
+
+
+def _launch(
+    task: Task,
+    config: TrainConfig,
+    num_ranks: int,
+    session: Session,
+    chosen: str,
+    replacements: int,
+) -> Result:
+    config = settled(config, session.resumed)
     task = with_config(task, config)
     if chosen == "local":  # mpirun may have several hosts
         # Checked here, since ranks fail before they can write down the class of their error.
         last = num_ranks - 1
         find_device(config.device, Environment("local", last, num_ranks, last, num_ranks))
-    directory = RunDirectory(Path(run_dir) if run_dir else new_run_dir(task.name))
-    target, reason = target_of(task, resume)
+    directory = RunDirectory(Path(session.run_dir) if session.run_dir else new_run_dir(task.name))
+    target, reason = target_of(task, session.resume)
     if chosen == "mpi" and not target:
         raise LaunchError(
             f"launcher='mpi': {reason}, so ranks have to inherit a copy of the task, and mpirun "
             "hands none on; use launcher='local', or a class that a file defines"
         )
-    path = str(directory.path)
-    session = Session(
-        path,
-        resume,
-        console=False,
+    session = replace(
+        session,
+        run_dir=str(directory.path),
         target=target,
-        quiet=quiet,
         search_path=tuple(map(os.path.abspath, sys.path)),
     )
     with ExitStack() as stack:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 from lockstep.config.parsing import shown
 from lockstep.errors import ConfigError
 from lockstep.launching.rank.early import Interrupted, ending_at_interrupt
+from lockstep.launching.remote import followed
 from lockstep.observe.monitor import describe
 from lockstep.observe.monitor.describe import Log, overview
 from lockstep.observe.monitor.watch import Listener, Monitor, MonitorThread, Watch
@@ -90,12 +91,14 @@ def monitor(options: Options) -> int:
 
         print("\n".join(map(describe.shown, rule_lines(rules))))
         return 0
-    watch = _watch(options)
-    if options.once:
-        print("\n".join(overview(watch, time.time())))
-        return 0 if rules is None else _look_once(rules, watch)
-    with _ending(), ExitStack() as opened:
-        _run(options, rules, watch, opened)
+    with followed(options.folders) as folders:
+        options = replace(options, folders=folders)
+        watch = _watch(options)
+        if options.once:
+            print("\n".join(overview(watch, time.time())))
+            return 0 if rules is None else _look_once(rules, watch)
+        with _ending(), ExitStack() as opened:
+            _run(options, rules, watch, opened)
     return 0
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from lockstep.engine.call_history import listed
 from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.launching.remote import local_copy
 from lockstep.observe.reading.diagnosis.facts import calls_of
 from lockstep.observe.reading.diagnosis.verdict import causes, diagnosis_lines
 from lockstep.observe.reading.flight_recorder import missing, write_flight
@@ -40,6 +41,7 @@ def report(
         DataError: a file cannot be written.
         ConfigError: matplotlib is not installed.
     """
+    run_dirs = [local_copy(run_dir) for run_dir in run_dirs]
     name = "report.md" if markdown else "report.html"
     path = output or (run_dirs[0] / name if len(run_dirs) == 1 else Path(name))
     blocks = list(report_of(run_dirs))
@@ -71,6 +73,7 @@ def diagnose(run_dir: Path, as_json: bool, flight: Path | None = None) -> list[s
             is damaged.
         ConfigError: the folder for them cannot be used.
     """
+    run_dir = local_copy(run_dir)
     history = read_run(run_dir)
     summary = summarise(run_dir)
     found = causes(summary, history, calls_of(summary))

@@ -52,9 +52,11 @@ def list_runs(
     val/loss, or a key of the config.
     """
     from lockstep.cli.look.run_tables import as_rows, print_table
+    from lockstep.launching.remote import local_runs
     from lockstep.observe.reading.listing import chosen, find_runs, summarise
 
     searched = folders or [Path("runs") if Path("runs").is_dir() else Path()]
+    searched = [local_runs(folder) for folder in searched]
     found = find_runs(searched)
     runs = chosen(map(summarise, found), where or [], sort)
     if as_json:
@@ -72,11 +74,12 @@ def compare(
     Exits with 1 if two runs of one config part.
     """
     from lockstep.cli.look.run_tables import compared
+    from lockstep.launching.remote import local_copy
     from lockstep.observe.text import printable
 
     if len(runs) < 2:
         raise RunDirectoryError("compare needs two run directories at least")
-    lines, differ = compared(runs)
+    lines, differ = compared([local_copy(run) for run in runs])
     print("\n".join(map(printable, lines)))
     if differ:
         raise typer.Exit(1)

@@ -23,6 +23,7 @@ from lockstep.launching.api.trained import export as export_model
 from lockstep.launching.rank.environment import detect
 from lockstep.launching.rank.join import open_transport
 from lockstep.launching.rank.process import num_threads
+from lockstep.launching.remote import local_copy
 from lockstep.launching.systems import Applies, Exports, Reports
 from lockstep.launching.targets import make_task, task_class, trusted_target
 
@@ -51,6 +52,7 @@ def evaluate(
         LockstepError: there is no such run, checkpoint or split, or the overrides are of another
             model.
     """
+    run_dir = local_copy(run_dir)
     directory = RunDirectory(run_dir)
     kind = task_class(trusted_target(directory))
     config = override_data(load(kind.Config, run_dir / "config.yaml"), overrides)
@@ -145,6 +147,7 @@ def export(
             own formats or cannot predict on the given data, the overrides change the model, or the
             path cannot be written.
     """
+    run_dir = local_copy(run_dir)
     directory = RunDirectory(run_dir)
     target = trusted_target(directory)
     is_file = format is not None or path.suffix in SUFFIXES.values()

@@ -90,9 +90,9 @@ def train(
     with importing(quiet):
         from lockstep.cli.start import train as command
         from lockstep.launching.api import Session
+        from lockstep.launching.remote import carried, local_copy
     steps = command.steps_to_profile(profile, profile_steps)
-    start = command.start_items(from_run, from_only or [], run_dir if resume else None)
-    session = Session(
+    wanted = Session(
         str(run_dir) if run_dir else None,
         resume,
         quiet=quiet,
@@ -100,8 +100,10 @@ def train(
         per_rank=per_rank,
         verbose=verbose,
     )
-    leave(
-        command.train(
+    with carried(wanted) as session:
+        source = local_copy(from_run) if from_run else None
+        start = command.start_items(source, from_only or [], session.resumed)
+        code = command.train(
             target,
             [*(overrides or []), *start],
             session,
@@ -110,7 +112,7 @@ def train(
             launcher=launcher,
             replacements=replace,
         )
-    )
+    leave(code)
 
 
 def resume(
@@ -134,18 +136,20 @@ def resume(
     with importing(quiet):
         from lockstep.cli.start import train as command
         from lockstep.launching.api import Session
+        from lockstep.launching.remote import carried
     steps = command.steps_to_profile(profile, profile_steps)
-    session = Session(quiet=quiet, profile=steps, per_rank=per_rank, verbose=verbose)
-    leave(
-        command.resume(
-            run_dir,
+    wanted = Session(
+        str(run_dir), True, quiet=quiet, profile=steps, per_rank=per_rank, verbose=verbose
+    )
+    with carried(wanted) as session:
+        code = command.resume(
             overrides or [],
             session,
             ranks=ranks,
             launcher=launcher,
             replacements=replace,
         )
-    )
+    leave(code)
 
 
 def evaluate(

@@ -118,7 +118,6 @@ def train(
 
 
 def resume(
-    run_dir: Path,
     overrides: Sequence[str],
     session: Session,
     *,
@@ -129,9 +128,8 @@ def resume(
     """Resume the run in a directory; overrides may change only keys that cannot change the result.
 
     Args:
-        run_dir: path of the run directory.
         overrides: `key=value` items for the config.
-        session: how to train; resumes that run.
+        session: names the run.
         ranks: number of ranks to start; None for one.
         launcher: name of the launcher; None chooses one.
         replacements: greatest number of processes to start in the place of killed ranks.
@@ -142,13 +140,12 @@ def resume(
     Raises:
         LockstepError: it is no run directory, or an argument cannot be used.
     """
-    directory = RunDirectory(run_dir)
+    directory = RunDirectory(Path(str(session.run_dir)))
     known, target = directory.identity(), trusted_target(directory)
     if is_script(target):
         overrides, file = [*known.overrides, *overrides], None
     else:
-        file = run_dir / "config.yaml"
-    session = replace(session, run_dir=str(run_dir), resume=True)
+        file = directory.path / "config.yaml"
     return train(
         target,
         overrides,

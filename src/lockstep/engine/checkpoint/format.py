@@ -35,13 +35,18 @@ from torch import Tensor
 
 from lockstep.config.files import open_to_read, read_bytes, sync_folder, temporary_beside
 from lockstep.config.parsing import as_type, parse_object
-from lockstep.engine.checkpoint.listing import folder_name, folders, missing, write_hint
+from lockstep.engine.checkpoint.listing import (
+    MANIFEST,
+    folder_name,
+    folders,
+    missing,
+    write_hint,
+)
 from lockstep.engine.digests import memory_of
 from lockstep.errors import CheckpointError
 
 FORMAT = 1
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
-_MANIFEST = "manifest.json"
 
 _BUFFERS, _TASK, _CARRY = "buffers.safetensors", "task.safetensors", "carry.safetensors"
 """There only if there are such tensors."""
@@ -157,7 +162,7 @@ def write(
         manifest = {"sha256": _json_digest(body), **body}
         text = json.dumps(manifest, indent=1, ensure_ascii=False).encode()
         size = len(text) + sum(f["bytes"] for f in files.values())
-        _write_file(temporary / _MANIFEST, [text])
+        _write_file(temporary / MANIFEST, [text])
         sync_folder(temporary)
         if _holds(final, body):
             shutil.rmtree(temporary, ignore_errors=True)
@@ -213,7 +218,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is missing, damaged, or newer than this library.
     """
-    path = folder / _MANIFEST
+    path = folder / MANIFEST
     try:
         manifest = parse_object(read_bytes(path))
         digest = manifest.pop("sha256")
@@ -360,7 +365,7 @@ def _rename_over(temporary: Path, final: Path) -> None:
 def _read_verified(path: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
     expected = manifest["files"].get(path.name)
     if expected is None:
-        raise CheckpointError(f"{path.with_name(_MANIFEST)}: is damaged: names no {path.name}")
+        raise CheckpointError(f"{path.with_name(MANIFEST)}: is damaged: names no {path.name}")
     try:
         with open_to_read(path) as file:
             # Before reading it: a file of the wrong size may not fit into memory.

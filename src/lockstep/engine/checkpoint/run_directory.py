@@ -75,12 +75,14 @@ class RunDirectory:
 
     Attributes:
         path: path of the folder.
+        name: its path for users, or the URL that it is a copy of.
         checkpoints: folder of the checkpoints.
         flight: files with the newest calls of ranks.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, url: str = "") -> None:
         self.path = path
+        self.name = url or str(path)
         self.checkpoints = path / "checkpoints"
         self.flight = FlightFolder(path)
         self._lock: IO[str] | None = None
@@ -210,6 +212,7 @@ class RunDirectory:
         path = next(path for path in rescued_paths(self.path) if not path.exists())
         self.close()
         self.path, self.checkpoints, self.flight = path, path / "checkpoints", FlightFolder(path)
+        self.name = str(path)
         self.lock()
         self._is_settled = False
         self.settle()

@@ -259,7 +259,7 @@ class Reporter:
             RunStarted(
                 step=progress.step,
                 task=self._task,
-                run_dir=str(self._directory.path),
+                run_dir=self._directory.name,
                 config_hash=config.hash,
                 total_steps=parts.total_steps,
                 steps_per_epoch=parts.sampler.steps_per_epoch or 0,

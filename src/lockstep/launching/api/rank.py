@@ -37,7 +37,7 @@ from lockstep.engine.runtime import (
     on_first,
 )
 from lockstep.engine.task import Task, with_watched_config
-from lockstep.errors import LockstepError, shortened
+from lockstep.errors import LockstepError, RankFailure, shortened
 from lockstep.launching.api.device import naming_kernels, on_device
 from lockstep.launching.api.prediction import predicted_for_all, predicted_for_joiner
 from lockstep.launching.api.session import SESSION, Result, Session, Stopped
@@ -49,6 +49,7 @@ from lockstep.launching.rank.environment import Environment, detect
 from lockstep.launching.rank.join import open_transport
 from lockstep.launching.rank.process import StopRequest, cores_of_host, num_threads, whole_lines
 from lockstep.launching.rank.watchdog import Watchdog
+from lockstep.launching.remote import carried
 from lockstep.observe import EventHub, open_sinks
 from lockstep.parallel.mesh import fitting
 
@@ -89,11 +90,12 @@ def steps(
     """
     collect_as_usual()
     skip_last_collection()
+    environment = detect(os.environ)
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
+        session = stack.enter_context(carried(session))
         config = settled(override(config, session.overrides), session.resumed)
         task = with_watched_config(task, config)
-        environment = detect(os.environ)
         # Ranks that Lockstep starts end with its launcher, which always reads their output.
         if environment.world_size > 1 and MARK not in os.environ:
             end_with_launcher()
@@ -176,6 +178,11 @@ def _steps(
         stack.callback(hub.close)
 
         def take_over() -> None:
+            if session.url and environment.rank and SESSION not in os.environ:
+                raise RankFailure(
+                    "the rank is lost that carries the run directory over to its URL; start again "
+                    "with --resume"
+                )
             directory.lock(TAKE_OVER_S, on_wait=heartbeat.beat)
             hub.open()
 
@@ -330,7 +337,7 @@ def _directory(task: Task, session: Session, transport: Transport) -> RunDirecto
     while True:
         try:
             path = session.run_dir or on_first(transport, lambda: str(new_run_dir(task.name)))
-            return RunDirectory(Path(path))
+            return RunDirectory(Path(path), session.url)
         except GroupBroken as loss:
             check_can_regroup(transport, loss)
             transport.regroup()

@@ -35,6 +35,7 @@ class Session:
         profile: first and last step of this session that each rank records, if it is to.
         per_rank: show with each report what each rank has done with its time.
         verbose: show checkpoints, all evaluations and how work is shared out, too.
+        url: what the run directory is a copy of, if rank 0 carries it over to a URL.
         search_path: folders of `sys.path` of the program that has started the ranks.
     """
 
@@ -48,6 +49,7 @@ class Session:
     search_path: tuple[str, ...] = ()
     per_rank: bool = False
     verbose: bool = False
+    url: str = ""
 
     @property
     def resumed(self) -> Path | None:

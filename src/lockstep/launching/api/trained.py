@@ -37,6 +37,7 @@ from lockstep.launching.api.formats import (
     read_weights,
     silent,
 )
+from lockstep.launching.remote import local_copy
 from lockstep.launching.systems import Adopts
 from lockstep.launching.targets import make_task, task_class, trusted_target
 
@@ -82,7 +83,7 @@ def load(
     imported, unless its class is given. Random generators are left as they were.
 
     Args:
-        run_dir: of the run.
+        run_dir: of the run; a folder, or a URL such as `s3://bucket/run`.
         which: `best`, `latest`, or a step's number.
         device: where the model is to be.
         task: class of the run's task, for a run that was started in a notebook.
@@ -91,7 +92,7 @@ def load(
         LockstepError: there is no such run or checkpoint, it is damaged, or the task's code has
             changed so that the model does not fit.
     """
-    directory = RunDirectory(Path(run_dir))
+    directory = RunDirectory(local_copy(run_dir))
     kind = task or task_class(trusted_target(directory))
     config = load_config(kind.Config, directory.path / "config.yaml")
     made = make_task(kind, config)

@@ -43,8 +43,8 @@ def train(
     Args:
         task: the task.
         config: how it is to be trained; the task's own config by default.
-        run_dir: where files go; a new folder below `runs/` by default. Under `lockstep train` the
-            command says where.
+        run_dir: where files go; a new folder below `runs/` by default, or a URL such as
+            `s3://bucket/run`. Under `lockstep train` the command says where.
         resume: whether to go on from the newest valid checkpoint in `run_dir`.
         quiet: whether to show warnings and how the run ended only, rather than progress.
         from_run: a run directory, or `RUN/CHECKPOINT`, whose weights the run starts from; short for
