@@ -56,11 +56,24 @@ def test_a_recipe_is_an_indexed_job_and_a_headless_service(here: Any, tmp_path: 
     assert (detected.master_addr, detected.master_port) == ("digits-0.digits", 29_500)
 
 
+def test_a_run_directory_in_object_storage_needs_no_volume(here: Any, tmp_path: Path) -> None:
+    made = here(
+        "kubernetes", "digits", *IMAGE, "--run-dir", "s3://bucket/run", "--secret", "keys"
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    assert "no --claim" not in made.stdout
+    pod = written(tmp_path, "digits.yaml")["Job"]["spec"]["template"]["spec"]
+    (rank,) = pod["containers"]
+    assert rank["command"][3:5] == ["--run-dir", "s3://bucket/run"]
+    assert rank["envFrom"] == [{"secretRef": {"name": "keys"}}]
+    assert pod["volumes"] == [{"name": "runs", "emptyDir": {}}]
+
+
 def test_a_file_travels_in_a_config_map(here: Any, tmp_path: Path) -> None:
     made = here("kubernetes", target(), *IMAGE, "--name", "mine", "steps=2", "start_timeout_s=90")
     assert made.returncode == 0, made.stderr
     assert "tasks.py travels with it" in made.stdout
-    assert "no --claim: checkpoints are on each pod's own disk" in made.stdout
+    assert "no --claim and no --run-dir: checkpoints are on each pod's own disk" in made.stdout
     objects = written(tmp_path, "mine.yaml")
     assert objects["ConfigMap"]["data"] == {
         "tasks.py": Path(target().partition(":")[0]).read_text()
@@ -84,6 +97,7 @@ def test_a_file_travels_in_a_config_map(here: Any, tmp_path: Path) -> None:
         (["digits", *IMAGE, "--name", "My_Run"], "--name 'My_Run': must be at most 52 lower-case"),
         (["digits", *IMAGE, "--namespace", "a b"], "--namespace 'a b': must be lower-case"),
         (["digits", *IMAGE, "--claim", "../x"], "--claim '../x': must be lower-case"),
+        (["digits", *IMAGE, "--run-dir", "runs/a"], "--run-dir runs/a: must be a URL"),
         (["digits", *IMAGE, "--memory", "4 GB"], "--memory '4 GB': must be a quantity"),
         (["digits", *IMAGE, "--grace", "3"], "--grace 3: must be at least 10 seconds"),
         (["digits", *IMAGE, "stepz=3"], "stepz"),

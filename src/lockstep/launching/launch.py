@@ -111,7 +111,8 @@ def _launch(
         # Checked here, since ranks fail before they can write down the class of their error.
         last = num_ranks - 1
         find_device(config.device, Environment("local", last, num_ranks, last, num_ranks))
-    directory = RunDirectory(Path(session.run_dir) if session.run_dir else new_run_dir(task.name))
+    path = Path(session.run_dir) if session.run_dir else new_run_dir(task.name)
+    directory = RunDirectory(path, session.url)
     target, reason = target_of(task, session.resume)
     if chosen == "mpi" and not target:
         raise LaunchError(

@@ -18,6 +18,7 @@ import yaml
 from lockstep.cli.clusters.slurm import config_of, write_script
 from lockstep.config.files import read_text
 from lockstep.errors import LaunchError, LockstepError, RankFailure
+from lockstep.launching.remote_directory import url_of
 from lockstep.launching.targets import absolute, is_script
 
 FIRST_COMMENT = "# Written by `lockstep kubernetes`"
@@ -68,10 +69,11 @@ def _write(path: Path, pods: Pods, objects: Sequence[object]) -> None:
     print(f"wrote {path}: kubectl apply -f {path}", flush=True)
     if pods.file is not None:
         print(f"{pods.file[0]} travels with it, in a ConfigMap", flush=True)
-    if pods.claim is None:
+    if pods.claim is None and pods.url is None:
         print(
-            "no --claim: checkpoints are on each pod's own disk and are lost with it; name a "
-            "PersistentVolumeClaim (ReadWriteMany on several nodes) to go on after a loss",
+            "no --claim and no --run-dir: checkpoints are on each pod's own disk and are lost with "
+            "it; name a PersistentVolumeClaim (ReadWriteMany on several nodes), or a URL, to go on "
+            "after a loss",
             flush=True,
         )
 
@@ -111,6 +113,8 @@ class Pods:
             checkpoints are lost with the pods.
         restarts: how often each rank may fail.
         grace_s: seconds from SIGTERM to SIGKILL.
+        url: run directory in object storage, such as "s3://bucket/run"; None for one on the volume.
+        secret: name of a Secret that becomes environment variables, such as keys for the storage.
         file: name and text of a file that travels in a ConfigMap; None if the image has all.
     """
 
@@ -124,6 +128,8 @@ class Pods:
     claim: str | None = None
     restarts: int = 10
     grace_s: int = 60
+    url: str | None = None
+    secret: str | None = None
     file: tuple[str, str] | None = None
 
 
@@ -138,7 +144,13 @@ def _check(pods: Pods) -> None:
             f"--name {pods.name!r}: must be at most {_MOST_LETTERS} lower-case letters, digits and "
             "hyphens, and begin with a letter"
         )
-    for option, value in {"--namespace": pods.namespace, "--claim": pods.claim}.items():
+    if pods.url is not None and (url_of(pods.url) is None or pods.claim is not None):
+        raise LaunchError(
+            f"--run-dir {pods.url}: must be a URL, such as s3://bucket/run, and comes without "
+            "--claim; run directories on a volume are /runs/NAME"
+        )
+    names = {"--namespace": pods.namespace, "--claim": pods.claim, "--secret": pods.secret}
+    for option, value in names.items():
         if value is not None and not re.fullmatch(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?", value):
             raise LaunchError(
                 f"{option} {value!r}: must be lower-case letters, digits, hyphens and dots"
@@ -224,7 +236,7 @@ def _job(pods: Pods, target: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _pod(pods: Pods, target: str, overrides: Sequence[str]) -> dict[str, Any]:
-    run_dir = str(PurePosixPath(RUNS) / pods.name)
+    run_dir = pods.url or str(PurePosixPath(RUNS) / pods.name)
     command = ["lockstep", "train", target, "--run-dir", run_dir, "--resume", *overrides]
     storage: dict[str, Any] = {"emptyDir": {}}
     if pods.claim is not None:
@@ -239,7 +251,7 @@ def _pod(pods: Pods, target: str, overrides: Sequence[str]) -> dict[str, Any]:
         needs["memory"] = pods.memory
     if pods.gpus:
         needs["nvidia.com/gpu"] = str(pods.gpus)
-    container = {
+    container: dict[str, Any] = {
         "name": "rank",
         "image": pods.image,
         "command": command,
@@ -248,11 +260,14 @@ def _pod(pods: Pods, target: str, overrides: Sequence[str]) -> dict[str, Any]:
             {"name": "MASTER_ADDR", "value": f"{pods.name}-0.{pods.name}"},
             {"name": "MASTER_PORT", "value": str(_PORT)},
             {"name": "PYTHONUNBUFFERED", "value": "1"},
+            {"name": "XDG_CACHE_HOME", "value": f"{RUNS}/.cache"},  # copies of a run with a URL
         ],
         "ports": [{"name": "ranks", "containerPort": _PORT}],
         "resources": {"requests": needs, "limits": dict(needs)},
         "volumeMounts": mounts,
     }
+    if pods.secret is not None:
+        container["envFrom"] = [{"secretRef": {"name": pods.secret}}]
     return {
         "subdomain": pods.name,
         "restartPolicy": "Never",

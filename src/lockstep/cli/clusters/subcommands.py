@@ -85,13 +85,22 @@ def kubernetes(
     grace: Annotated[
         int, typer.Option("--grace", help="Seconds from SIGTERM to SIGKILL, for a checkpoint.")
     ] = 60,
+    run_dir: Annotated[
+        str | None,
+        typer.Option("--run-dir", metavar="URL", help="Object storage instead of a volume."),
+    ] = None,
+    secret: Annotated[
+        str | None, typer.Option("--secret", help="A Secret with environment variables, as keys.")
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", help="The file to write.")] = None,
 ) -> None:
     """Write an Indexed Job for Kubernetes, whose pods are the ranks and go on after a loss."""
     with ending_at_interrupt():
         from lockstep.cli.clusters import kubernetes as command
         from lockstep.cli.clusters.kubernetes import Pods
-    pods = Pods(name, image, ranks, namespace, cpus, memory, gpus, claim, restarts, grace)
+    pods = Pods(
+        name, image, ranks, namespace, cpus, memory, gpus, claim, restarts, grace, run_dir, secret
+    )
     command.kubernetes(target, overrides or [], pods, output)
 
 

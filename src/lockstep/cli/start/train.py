@@ -104,7 +104,7 @@ def train(
         task = make_task(kind, config)
         predicted(config, num_ranks)  # here, so that an unusable plan fails before ranks start
         session = replace(session, run_dir=session.run_dir or str(new_run_dir(task.name)))
-        directory = RunDirectory(Path(str(session.run_dir)))
+        directory = RunDirectory(Path(str(session.run_dir)), session.url)
         # Fixed for ranks that start later, and found once.
         arguments = [*overrides, *items(config.weights_from), *completed_items(config)]
         if config_file:
@@ -140,7 +140,7 @@ def resume(
     Raises:
         LockstepError: it is no run directory, or an argument cannot be used.
     """
-    directory = RunDirectory(Path(str(session.run_dir)))
+    directory = RunDirectory(Path(str(session.run_dir)), session.url)
     known, target = directory.identity(), trusted_target(directory)
     if is_script(target):
         overrides, file = [*known.overrides, *overrides], None

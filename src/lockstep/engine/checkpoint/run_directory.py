@@ -137,7 +137,7 @@ class RunDirectory:
         while not self._try_lock():
             if time.monotonic() >= deadline:
                 raise RunDirectoryError(
-                    f"{self.path}: another job is training in it; wait for it, or choose another "
+                    f"{self.name}: another job is training in it; wait for it, or choose another "
                     "with --run-dir"
                 )
             on_wait()
@@ -162,7 +162,7 @@ class RunDirectory:
             self._folder = os.stat(self.path)
         except OSError as error:
             raise RunDirectoryError(
-                f"{self.path}: is not writable: {error.strerror}; choose another with --run-dir"
+                f"{self.name}: is not writable: {error.strerror}; choose another with --run-dir"
             ) from None
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -172,7 +172,7 @@ class RunDirectory:
         except OSError as error:
             self.close()
             raise RunDirectoryError(
-                f"{self.path}: cannot be locked: {error.strerror}; choose another with --run-dir"
+                f"{self.name}: cannot be locked: {error.strerror}; choose another with --run-dir"
             ) from None
         for path in leftovers(self.path) + leftovers(self.checkpoints):
             # Watchdogs of other ranks write their reports without the lock.
@@ -228,14 +228,14 @@ class RunDirectory:
                 known = identity
             if known.task != identity.task:
                 raise RunDirectoryError(
-                    f"{self.path}: holds a run of {known.task}, this is {identity.task}; choose "
+                    f"{self.name}: holds a run of {known.task}, this is {identity.task}; choose "
                     "another with --run-dir"
                 )
             is_other = known.config_hash != identity.config_hash
             if is_other and not (resume and self._is_of_other_length(known, config)):
                 differences = self._differences(known, config)
                 raise RunDirectoryError(
-                    f"{self.path}: holds a run with another config: {differences}; leave that "
+                    f"{self.name}: holds a run with another config: {differences}; leave that "
                     "as it is there, or choose another with --run-dir"
                 )
         try:
@@ -249,7 +249,7 @@ class RunDirectory:
         if listing.folders(self.checkpoints) and not resume:
             newest = listing.folders(self.checkpoints)[0].name
             raise RunDirectoryError(
-                f"{self.path}: already holds this run up to {newest}; add --resume (in Python, "
+                f"{self.name}: already holds this run up to {newest}; add --resume (in Python, "
                 "resume=True) to go on, or choose another with --run-dir"
             )
         # Reports of earlier sessions: a process of this one with the same slot may die for another
@@ -288,7 +288,7 @@ class RunDirectory:
         try:
             return as_type(Identity, parse_object(read_text(path)))
         except FileNotFoundError:
-            raise RunDirectoryError(f"{self.path}: is no run directory (no {_IDENTITY})") from None
+            raise RunDirectoryError(f"{self.name}: is no run directory (no {_IDENTITY})") from None
         except OSError as error:
             raise RunDirectoryError(f"{path}: cannot be read: {error.strerror}") from None
         except ValueError as error:
