@@ -73,7 +73,7 @@ def main() -> None:
         facts["note"] = "the machine was busy: to be made again when it is quiet"
     overs: tuple[Over, ...] = ("mpi", "gloo")
     sections = [compared(over, sizes, rounds, seconds) for over in overs]
-    text = page("Communication", "comm-profile", facts, sections)
+    text = page("Communication", facts, sections)
     if args.quick:
         print(text)
         return

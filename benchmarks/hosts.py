@@ -40,7 +40,7 @@ def main() -> None:
     shapes = ("lan",) if args.quick else SHAPES
     sections = [section_of(launcher, shapes, args.quick) for launcher in _LAUNCHERS]
     sections.append(overlap(("1gbit",) if args.quick else ("1gbit", "100mbit"), args.quick))
-    text = page("Hosts of several ranks", "hosts", facts, sections, _METHOD)
+    text = page("Hosts of several ranks", facts, sections, _METHOD)
     if args.quick:
         print(text)
         return

@@ -27,7 +27,7 @@ def main() -> None:
     rounds = 1 if args.quick else args.rounds
     steps, slot_s = published_model(args.quick, rounds)
     sections = [steps, copies(args.quick, rounds, slot_s)]
-    text = page("Reasoning in segments", "hrm", facts, sections)
+    text = page("Reasoning in segments", facts, sections)
     if args.quick:
         print(text)
         return

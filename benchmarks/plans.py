@@ -119,7 +119,7 @@ def main() -> None:
     facts = machine(("torch", "mpi4py")) | {"command": command("plans")}
     pairs = [pair for case in cases for pair in _pairs(case, shapes)]
     sections = [section_of([*_kept({case.name for case in cases}), *pairs])]
-    text = page("Plans", "plans", facts, sections)
+    text = page("Plans", facts, sections)
     if args.print:
         print(text)
         return

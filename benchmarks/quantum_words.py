@@ -57,7 +57,7 @@ def main() -> None:
             seconds.setdefault(name, []).append(time.process_time() - started)
             print(f"seed {seed}, {name}: {found[name][-1]}", flush=True)
     sections = [section(found, seconds)]
-    text = page("What the quantum transformer learns", "quantum-words", facts, sections, METHOD)
+    text = page("What the quantum transformer learns", facts, sections, METHOD)
     if args.quick:
         print(text)
         return

@@ -43,7 +43,7 @@ def main() -> None:
         _buddies(args.rounds),
     ]
     facts["command"] = command("recovery")
-    text = page("Benchmark of recovery", "recovery", facts, sections)
+    text = page("Benchmark of recovery", facts, sections)
     write(DOCS, "recovery", text, facts, sections)
     print(text)
 

@@ -26,7 +26,7 @@ def main() -> None:
     facts["command"] = command("tables")
     rounds = 1 if args.quick else args.rounds
     sections = [sizes(args.quick, rounds), peers(args.quick, rounds)]
-    text = page("Tables of rows", "tables", facts, sections)
+    text = page("Tables of rows", facts, sections)
     if args.quick:
         print(text)
         return

@@ -222,7 +222,7 @@ def main() -> None:
 
 
 def _page(facts: dict[str, str], sections: list[Section]) -> str:
-    return page("Benchmarks of the sea-ice emulator", "ufs", facts, sections)
+    return page("Benchmarks of the sea-ice emulator", facts, sections)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def main() -> None:
     facts["command"] = command("watched")
     with tempfile.TemporaryDirectory() as folder:
         sections = [being_watched(Path(folder), rounds, steps, cores), events(Path(folder))]
-    text = page("Being watched", "watched", facts, sections)
+    text = page("Being watched", facts, sections)
     if args.quick:
         print(text)
         return
