@@ -44,11 +44,7 @@ class Section:
         """
         self._judge(f"{what} ≥ {target:g}", f"{ratio(value)}", value.median >= target)
         if best is not None:
-            reach = "can be met" if best.median >= target else "is beyond torch itself"
-            self.verdicts.append(
-                f"- Torch alone, without engine and exchange: {ratio(best)}; the target {reach} "
-                "here."
-            )
+            self.verdicts.append(f"- Torch alone, without engine and exchange: {ratio(best)}.")
 
     def at_most(self, what: str, shown: str, met: bool) -> None:
         """Judge something that is to stay below a bound."""

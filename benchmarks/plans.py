@@ -181,7 +181,7 @@ def _judge(section: Section, pairs: Sequence[Pair]) -> None:
     spreads = [pair.spread for pair in pairs]
     section.verdicts.append(
         f"- The {ROUNDS} trainings of a row, of the same program: apart by {max(spreads):.1%} at "
-        f"worst, {statistics.median(spreads):.1%} in the median: no prediction can know which"
+        f"worst, {statistics.median(spreads):.1%} in the median"
     )
     bare = [abs(pair.parts_error) for pair in pairs if pair.ranks > 1]
     section.verdicts.append(
