@@ -50,7 +50,7 @@ def main() -> None:
     facts = machine(("torch", "mpi4py")) | {"command": command("balance")}
     with tempfile.TemporaryDirectory() as name:
         section = _section(rounds, steps, Path(name))
-    text = page("Balance", "balance", facts, [section])
+    text = page("Balance", facts, [section])
     if args.quick:
         print(text)
         return

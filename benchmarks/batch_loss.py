@@ -27,7 +27,7 @@ def main() -> None:
     facts = machine(("torch", "mpi4py"))
     facts["command"] = command("batch_loss")
     section = measured(args.quick, 1 if args.quick else args.rounds)
-    text = page("Losses over the whole batch", "batch-loss", facts, [section])
+    text = page("Losses over the whole batch", facts, [section])
     if args.quick:
         print(text)
         return

@@ -214,11 +214,9 @@ def memory(effort: Effort) -> list[Section]:
     bucket = max(row["exchange"] for row in large["table"])
     inbox = max(row["kept"] + row["exchange"] for row in small["table"] if row["world_size"] > 1)
     section.verdicts += [
-        f"- While ranks exchange slices, buffers of up to {bucket / MIB:.0f} MiB are added, "
-        "whatever the model's size (autograd's gradients are gone by then).",
-        "- Gradients of up to 1 MiB (all partial sums of all ranks together) are not cut into "
-        "slices: every rank receives all partial sums. For 9,345 parameters that is up to "
-        f"{inbox / 1024:,.0f} KiB in all.",
+        f"- While ranks exchange slices, buffers of up to {bucket / MIB:.0f} MiB are added.",
+        "- Where all partial sums take up to 1 MiB, every rank receives all of them: up to "
+        f"{inbox / 1024:,.0f} KiB for 9,345 parameters.",
         *_measured_peaks(peaks, large),
     ]
     section.raw = {"small": small, "large": large, "peaks": list(peaks.values())}

@@ -73,7 +73,7 @@ def main() -> None:
         facts["note"] = "the machine was busy: to be made again when it is quiet"
     overs: tuple[Over, ...] = ("mpi", "gloo")
     sections = [compared(over, sizes, rounds, seconds) for over in overs]
-    text = page("Communication", "comm-profile", facts, sections)
+    text = page("Communication", facts, sections)
     if args.quick:
         print(text)
         return
@@ -98,8 +98,8 @@ def compared(over: Over, sizes: tuple[int, ...], rounds: int, seconds: float) ->
     text = (
         f"Medians of single calls on {NUM_RANKS} ranks of one host, each the time of its slowest "
         f"rank, beside loops without Lockstep (`benchmarks/comm_loops.py`: {how}; ping-pong as "
-        "`osu_latency`, collectives as `osu_allreduce`). The file with raw numbers has more sizes "
-        "and operations."
+        "`osu_latency`, collectives as `osu_allreduce`). Targets: the median of comm-profile / "
+        f"loop of all sizes from {size_text(FROM_BYTES)} on. The file with raw numbers has more."
         if over == "mpi"
         else f"As above, beside {how}. `lockstep/all_gather` of up to 1.25 MiB uses shared memory, "
         "the loop sockets."
@@ -130,8 +130,7 @@ def compared(over: Over, sizes: tuple[int, ...], rounds: int, seconds: float) ->
     for key, quotients in worst.items():
         middle = statistics.median(quotients)
         section.at_most(
-            f"{key} from {size_text(FROM_BYTES)} on: median of comm-profile / loop within "
-            f"{LOW}–{HIGH}",
+            f"{key} within {LOW}–{HIGH}",
             f"{middle:.2f} ({min(quotients):.2f}–{max(quotients):.2f})", LOW <= middle <= HIGH,
         )  # fmt: skip
     return section

@@ -73,7 +73,7 @@ def main() -> None:
         for case in cases:
             if case.timed_steps and not args.without_lab:
                 sections.append(_section_of_steps(case, learnt[case.name], rounds, folder))
-    text = page("Compression", "compression", facts, sections)
+    text = page("Compression", facts, sections)
     if args.quick or args.without_lab or args.only:
         print(text)
         return

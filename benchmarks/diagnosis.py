@@ -109,9 +109,7 @@ def main() -> None:
     cases = [case for case in CASES if args.only in (None, case.name)]
     first, *others = args.launchers.split(",")
     sections = [scoreboard(cases, first), *(scoreboard(cases, each, True) for each in others)]
-    text = page(
-        "Diagnosis", "diagnosis", facts, sections, "Each run is made once, one after the other."
-    )
+    text = page("Diagnosis", facts, sections, "Each run is made once, one after the other.")
     if args.only:
         print(text)
         return

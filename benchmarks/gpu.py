@@ -94,7 +94,7 @@ def main() -> None:
         sys.exit("torch sees no GPU: run it where there is one, or with --dry-run")
     facts = _facts(device)
     sections = [_same_bits(device, args.dry_run), _speed(device, args.rounds, args.dry_run)]
-    text = page("On a GPU", "gpu", facts, sections)
+    text = page("On a GPU", facts, sections)
     print(text)
     if not args.dry_run:
         write(DOCS, "gpu", text, facts, sections)

@@ -40,7 +40,7 @@ def main() -> None:
     shapes = ("lan",) if args.quick else SHAPES
     sections = [section_of(launcher, shapes, args.quick) for launcher in _LAUNCHERS]
     sections.append(overlap(("1gbit",) if args.quick else ("1gbit", "100mbit"), args.quick))
-    text = page("Hosts of several ranks", "hosts", facts, sections, _METHOD)
+    text = page("Hosts of several ranks", facts, sections, _METHOD)
     if args.quick:
         print(text)
         return
@@ -154,13 +154,11 @@ def on_hosts(
 
 _METHOD = (
     "The time of the sum of gradients alone: `flat` with messages between all ranks, "
-    "`hierarchical` first inside hosts. Times are medians of the repeats on the slowest rank. "
-    "Bytes are those on all hosts' interfaces, headers included, the least of the repeats. `over "
-    "the minimum`: bytes divided by 2 P (H - 1), the minimum for a gradient of P bytes over H "
-    "hosts. Gradients "
-    "under a megabyte travel whole: more bytes, fewer messages. On gloo, large gradients use a "
-    "ring in which every other message stays on its host, so `flat` needs 9.5 P here (12 P over "
-    "MPI), and the minimum is 0.63 of it."
+    "`hierarchical` first inside hosts. Bytes are those on all hosts' interfaces, headers "
+    "included. `over the minimum`: bytes divided by 2 P (H - 1), the minimum for a gradient of P "
+    "bytes over H hosts. Gradients under a megabyte travel whole: more bytes, fewer messages. On "
+    "gloo, large gradients use a ring, so `flat` needs 9.5 P here (12 P over MPI), and the minimum "
+    "is 0.63 of it."
 )
 
 

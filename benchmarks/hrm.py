@@ -27,7 +27,7 @@ def main() -> None:
     rounds = 1 if args.quick else args.rounds
     steps, slot_s = published_model(args.quick, rounds)
     sections = [steps, copies(args.quick, rounds, slot_s)]
-    text = page("Reasoning in segments", "hrm", facts, sections)
+    text = page("Reasoning in segments", facts, sections)
     if args.quick:
         print(text)
         return
@@ -80,10 +80,8 @@ def copies(quick: bool, rounds: int, slot_s: float) -> Section:
         "states of 82 x 512 in bf16 each, puzzle, "
         f"labels and counts; {found[0]['mbytes']:.1f} MB on each of two ranks. `keeping` is what "
         "each step costs on one rank too: a copy for the task, and one of what it returns. "
-        "`copies` packs it, sends it to the next rank before the step is applied, and agrees that "
-        "it has arrived (`carry.buddy`). A step of so many slots would take "
-        f"{step_s:.0f} s on these two ranks: that is {SLOTS} times the time of a slot above, not "
-        "a measurement.",
+        "`copies` sends it to the next rank (`carry.buddy`). A step of so many slots would take "
+        f"{step_s:.0f} s on these two ranks: {SLOTS} times the time of a slot above, not measured.",
         ("", "time in a step", "part of such a step"),
         raw=dict(results),
     )

@@ -89,7 +89,7 @@ def main() -> None:
             sections.append(tensorboard(Path(folder) / "tensorboard", args.metrics, rows))
         facts["Chromium"] = browser.version
         browser.close()
-    text = page("Benchmarks of the monitor's page", "monitor_page", facts, sections)
+    text = page("Benchmarks of the monitor's page", facts, sections)
     is_whole = (args.metrics, args.rows, args.runs) == (METRICS, ROWS, RUNS)
     folder = args.output or (DOCS if is_whole else None)
     if folder is None:

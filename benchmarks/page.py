@@ -44,11 +44,7 @@ class Section:
         """
         self._judge(f"{what} ≥ {target:g}", f"{ratio(value)}", value.median >= target)
         if best is not None:
-            reach = "can be met" if best.median >= target else "is beyond torch itself"
-            self.verdicts.append(
-                f"- Torch alone, without engine and exchange: {ratio(best)}; the target {reach} "
-                "here."
-            )
+            self.verdicts.append(f"- Torch alone, without engine and exchange: {ratio(best)}.")
 
     def at_most(self, what: str, shown: str, met: bool) -> None:
         """Judge something that is to stay below a bound."""
@@ -64,16 +60,12 @@ class Section:
         self.verdicts.append(f"- Target {target}: {found} → **{'met' if met else 'missed'}**")
 
 
-_SHOWN_ELSEWHERE = {
-    "date", "command", "CPU", "system", "load before", "took", "Python", "lockstep-train", "numpy",
-    "cores",
-}  # fmt: skip
-"""Facts with a place of their own, or that only the file with raw numbers has."""
+_SHOWN = ("torch", "GPU", "CUDA")
+"""Facts at the head of a page; the file with raw numbers has all of them."""
 
 
 def page(
     title: str,
-    stem: str,
     facts: Mapping[str, str],
     sections: Sequence[Section],
     method: str = "",
@@ -82,17 +74,14 @@ def page(
 
     Args:
         title: its heading.
-        stem: what the name of the file with raw numbers beside it begins with.
         facts: what the numbers depend on, by name.
         sections: of the page.
         method: how was measured, and how to read the cells, where `docs/benchmarks/index.md` does
             not say it.
     """
-    with_what = ", ".join(f"{k} {v}" for k, v in facts.items() if k not in _SHOWN_ELSEWHERE)
-    measured = (
-        f"Measured {facts['date']} by {facts['command']} on {facts['CPU']}, with {with_what}."
-    )
-    more = f"[How to read this](index.md#how-to-read-them). Raw numbers: `{stem}.json`."
+    with_what = "".join(f", {name} {facts[name]}" for name in _SHOWN if name in facts)
+    measured = f"Measured {facts['date']} by {facts['command']} on {facts['CPU']}{with_what}."
+    more = "[How to read this](index.md#how-to-read-them)."
     head = [f"# {title}", "", f"{measured} {more}", "", *([method, ""] if method else [])]
     return "\n".join([*head, *(section.markdown() for section in sections)])
 

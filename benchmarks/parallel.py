@@ -27,7 +27,7 @@ def main() -> None:
     facts["command"] = command("parallel")
     rounds = 1 if args.quick else args.rounds
     sections = [CASES[name](args.quick, rounds) for name in args.only or CASES]
-    text = page("Shards and stages", "parallel", facts, sections)
+    text = page("Shards and stages", facts, sections)
     if args.quick or args.only:
         print(text)
         return

@@ -119,7 +119,7 @@ def main() -> None:
     facts = machine(("torch", "mpi4py")) | {"command": command("plans")}
     pairs = [pair for case in cases for pair in _pairs(case, shapes)]
     sections = [section_of([*_kept({case.name for case in cases}), *pairs])]
-    text = page("Plans", "plans", facts, sections)
+    text = page("Plans", facts, sections)
     if args.print:
         print(text)
         return
@@ -181,7 +181,7 @@ def _judge(section: Section, pairs: Sequence[Pair]) -> None:
     spreads = [pair.spread for pair in pairs]
     section.verdicts.append(
         f"- The {ROUNDS} trainings of a row, of the same program: apart by {max(spreads):.1%} at "
-        f"worst, {statistics.median(spreads):.1%} in the median: no prediction can know which"
+        f"worst, {statistics.median(spreads):.1%} in the median"
     )
     bare = [abs(pair.parts_error) for pair in pairs if pair.ranks > 1]
     section.verdicts.append(

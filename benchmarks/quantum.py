@@ -240,7 +240,7 @@ def step_s(num_ranks: int, target: str, keys: Sequence[str], steps: int, folder:
 
 def written(facts: Mapping[str, str], sections: list[Section]) -> str:
     method = "All in one process with one thread."
-    return page("Benchmarks of the quantum simulator", "quantum", facts, sections, method)
+    return page("Benchmarks of the quantum simulator", facts, sections, method)
 
 
 if __name__ == "__main__":

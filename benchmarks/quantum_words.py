@@ -57,7 +57,7 @@ def main() -> None:
             seconds.setdefault(name, []).append(time.process_time() - started)
             print(f"seed {seed}, {name}: {found[name][-1]}", flush=True)
     sections = [section(found, seconds)]
-    text = page("What the quantum transformer learns", "quantum-words", facts, sections, METHOD)
+    text = page("What the quantum transformer learns", facts, sections, METHOD)
     if args.quick:
         print(text)
         return
@@ -86,8 +86,8 @@ def section(found: dict[str, list[Score]], seconds: dict[str, list[float]]) -> S
         "what the row says. `as specified` is the default model: d = 4, L = 1, word_scale=0.1, "
         "position_scale=1. The others have d = 32, L = 3, word_scale=1, position_scale=0.3; their "
         "embeddings are fixed unless trainable, their objective is fidelity unless likelihood. "
-        "n-grams have add-k smoothing; k is the one that predicts a tenth of the training "
-        "sentences best. `the grammar itself` knows what may follow: no model can expect more.",
+        "n-grams have the best add-k smoothing. `the grammar itself` knows what may follow: no "
+        "model can expect more.",
         ("", "accuracy", "mean rank of 64", "-ln P a word", "CPU seconds"),
         raw={"scores": found, "cpu_seconds": seconds},
     )

@@ -43,7 +43,7 @@ def main() -> None:
         _buddies(args.rounds),
     ]
     facts["command"] = command("recovery")
-    text = page("Benchmark of recovery", "recovery", facts, sections)
+    text = page("Benchmark of recovery", facts, sections)
     write(DOCS, "recovery", text, facts, sections)
     print(text)
 
@@ -78,9 +78,8 @@ def _killed(rounds: int, source: random.Random) -> Section:
     down = Spread.of([teardown() for _ in range(rounds)])
     section.raw["teardown_s"] = asdict(down)
     section.verdicts.append(
-        f"- Of this the kernel takes {duration(down)} to take down a killed process that has "
-        "imported torch, measured alone on a free core: nobody can know before. With more ranks "
-        "than cores, survivors that wait keep the cores busy and hold up the end of the killed one."
+        f"- Of this the kernel takes {duration(down)} to end a process that has imported torch, "
+        "on a free core."
     )
     return section
 

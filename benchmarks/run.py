@@ -57,7 +57,7 @@ def make(name: str, cases: Sequence[str], effort: Effort, folder: Path | None) -
     facts["command"] = command("run")
     if effort.quick:
         facts["quick"] = "yes: these numbers mean nothing"
-    text = page(TITLES[name], name, facts, sections)
+    text = page(TITLES[name], facts, sections)
     if folder is None:
         print(text)
         return

@@ -279,7 +279,7 @@ def shown(seconds: float) -> str:
 
 def written(facts: dict[str, str], sections: list[Section]) -> str:
     method = "All in one process with one thread. A time is the least CPU time of all rounds."
-    return page("Benchmarks of sketched layers", "sketched", facts, sections, method)
+    return page("Benchmarks of sketched layers", facts, sections, method)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def main() -> None:
     facts = machine(("torch",))
     facts["command"] = command("slices")
     section = measured(args.quick, 1 if args.quick else args.rounds)
-    text = page("Sharded parameters", "slices", facts, [section])
+    text = page("Sharded parameters", facts, [section])
     if args.quick:
         print(text)
         return

@@ -34,7 +34,7 @@ def main() -> None:
     args = parser.parse_args()
     facts = machine(("torch", "mpi4py")) | {"command": command("starts")}
     sections = [_commands(args.rounds), _trainings(args.rounds)]
-    text = page("Starts", "starts", facts, sections)
+    text = page("Starts", facts, sections)
     if args.print:
         print(text)
         return

@@ -26,7 +26,7 @@ def main() -> None:
     facts["command"] = command("tables")
     rounds = 1 if args.quick else args.rounds
     sections = [sizes(args.quick, rounds), peers(args.quick, rounds)]
-    text = page("Tables of rows", "tables", facts, sections)
+    text = page("Tables of rows", facts, sections)
     if args.quick:
         print(text)
         return
@@ -90,13 +90,10 @@ def peers(quick: bool, rounds: int) -> Section:
     message = Spread.of([statistics.median(r["message_s"]) for r in results["DDP, sparse=True"]])
     fifth = statistics.median(base) / 5
     section.verdicts.append(
-        f"- What stops it: DDP's step follows the rows in use too. A message of 32 bytes takes "
-        f"{duration(message)} on gloo here. Its step has four (lengths, numbers and values of "
-        "sparse gradients, and the dense ones), Lockstep's has eight: numbers and rows come from "
-        "their owners before the forward pass, gradients go there, and sums, headers and norms go "
-        f"to all. A fifth of DDP's step, {1e3 * fifth:.2f} ms, is the time of "
-        f"{fifth / message.median:.1f} messages; none that has rows on other ranks can do with "
-        "less than three. What Lockstep's table saves is memory: DDP has all rows on each rank."
+        f"- What stops it: a message of 32 bytes takes {duration(message)} on gloo here. DDP's "
+        "step has four messages, Lockstep's has eight, since rows come from other ranks. A fifth "
+        f"of DDP's step, {1e3 * fifth:.2f} ms, is the time of {fifth / message.median:.1f}. What "
+        "Lockstep's table saves is memory: DDP has all rows on each rank."
     )
     return section
 

@@ -79,7 +79,7 @@ def time_to_target(effort: Effort) -> Section:
         f"Time to a validation loss of {TARGET_LOSS:g}",
         "The system's defaults: global batch 1000 in 4 microbatches, evaluated every 100 steps. "
         "Seconds of training and evaluation, without start-up. The bits, and so the steps, are the "
-        "same on any number of ranks. Numbers of ranks above the machine's cores are left out.",
+        "same on any number of ranks.",
         ("", "steps", "time", "1 rank's time / this one's"),
     )
     target = ("--target", str(TARGET_LOSS))
@@ -222,7 +222,7 @@ def main() -> None:
 
 
 def _page(facts: dict[str, str], sections: list[Section]) -> str:
-    return page("Benchmarks of the sea-ice emulator", "ufs", facts, sections)
+    return page("Benchmarks of the sea-ice emulator", facts, sections)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def main() -> None:
     facts["command"] = command("watched")
     with tempfile.TemporaryDirectory() as folder:
         sections = [being_watched(Path(folder), rounds, steps, cores), events(Path(folder))]
-    text = page("Being watched", "watched", facts, sections)
+    text = page("Being watched", facts, sections)
     if args.quick:
         print(text)
         return
@@ -169,8 +169,7 @@ def events(folder: Path) -> Section:
     """How long rank 0 takes to write a step's event down, which is all that watching needs."""
     section = Section(
         "An event for each step",
-        "The events of the steps of a run above, written down once more by the same code: the "
-        "time that rank 0 takes for one. Runs write them whether they are watched or not.",
+        "The time that rank 0 takes to write one. Runs write them whether they are watched or not.",
         ("file", "an event"),
     )
     source = next(path for path in sorted(folder.iterdir()) if path.is_dir())

@@ -51,7 +51,7 @@ def test_no_section_and_no_recipe_is_left_out(tables: ModuleType) -> None:
     assert sorted(subjects[len(CORE) :]) == recipe_names()
 
 
-def test_a_stale_table_is_written_anew(tables: ModuleType) -> None:
+def test_a_stale_table_is_written_again(tables: ModuleType) -> None:
     stale = "before\n<!-- keys: core data -->\n\n| old |\n\n<!-- end -->\nafter\n"
     new = tables.written(stale)
     assert new.startswith("before\n<!-- keys: core data -->\n")

@@ -31,10 +31,11 @@ TERMS = {
     "dataset": r"data sets?",
     "autocast": r"auto-cast",
     # Words of our own that the field has better ones for.
-    "distributed, assigned": r"dealt out|deals? out|dealing out",
+    "distributed, assigned": r"dealt|deals? out|dealing out",
     "joining rank": r"newcomers?",
     "predicted": r"foretold|foretells?|foretelling",
     "proxy": r"stand-ins?",
+    "again": r"anew",
     # Computing.
     "file name": r"filename",
     "subcommand": r"sub-command",

@@ -181,7 +181,7 @@ class Lab:
     def _make_host(self, host: int) -> None:
         namespace = host_of(self.name, host)
         files = FILES / namespace
-        # Of a lab of this name before the machine was started anew, the folder may be left.
+        # Of a lab of this name before the machine was started again, the folder may be left.
         files.mkdir(parents=True, exist_ok=True)
         known = [f"{self.address(other)} h{other}" for other in range(self.num_hosts)]
         text = "\n".join(["127.0.0.1 localhost", *known, ""])

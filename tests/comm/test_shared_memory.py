@@ -46,7 +46,7 @@ def test_sums_in_shared_memory(ranks: Ranks, launcher: str, num_ranks: int) -> N
         in_memory, in_messages = row["counts"]
         assert in_memory[0] <= in_messages[0]
         assert in_memory[1:] == [num_bytes + waits for num_bytes in in_messages[1:]]
-        # Memory goes back when it is laid out anew: there is that of one layout.
+        # Memory goes back when it is laid out again: there is that of one layout.
         assert [maps for maps, _ in row["kept"]] == [1, *[num_ranks] * 2] * (NUM_LAYOUTS // 3)
         # Descriptors: what a library opens meanwhile is little; one a layout would be more.
         descriptors = [num for _, num in row["kept"]]

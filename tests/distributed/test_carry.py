@@ -98,7 +98,7 @@ def test_without_copies_survivors_go_back_to_the_checkpoint(
     assert first == 10
     assert second in (15, 16, 20)  # the last may have been on its way when its writer was killed
     assert sum("are done again, from the checkpoint of step" in str(r) for r in rows) == 2
-    assert len({r["pid"] for r in rows if r["event"] == "Joined"}) == 3  # nobody was started anew
+    assert len({r["pid"] for r in rows if r["event"] == "Joined"}) == 3  # nobody was started again
     lines = (run_dir / "metrics.csv").read_text().splitlines()[1:]
     steps = [int(line.partition(",")[0]) for line in lines if ",train," in line]
     assert steps == list(range(1, STEPS + 1))

@@ -87,7 +87,7 @@ def test_without_copies_survivors_go_back_to_the_checkpoint(
     same(run_dir, reference)
     rows = read_events(run_dir / "events.jsonl")
     assert next(row["step"] for row in rows if row["event"] == "Resumed") in (10, 12)
-    assert len({r["pid"] for r in rows if r["event"] == "Joined"}) == 3  # nobody was started anew
+    assert len({r["pid"] for r in rows if r["event"] == "Joined"}) == 3  # nobody was started again
 
 
 def test_three_ranks_go_on_with_what_two_have_saved(lockstep, train_on, reference, tmp_path):

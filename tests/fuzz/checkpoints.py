@@ -1,4 +1,4 @@
-"""Checkpoints that were damaged, or changed and signed anew."""
+"""Checkpoints that were damaged, or changed and signed again."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def checkpoint_file(name: str) -> Make:
 
 
 class _NothingAfterSteps(Everything):
-    """A task that could do anything after a step could also have an optimizer count anew."""
+    """A task that could do anything after a step could also have an optimizer count again."""
 
     after_step = Task.after_step
 
 
 def signed(name: str) -> Make:
-    """A file of a checkpoint that is changed and signed anew: refused, or it trains on alike."""
+    """A file of a checkpoint that is changed and signed again: refused, or it trains on alike."""
 
     def make(folder: Path, run_dir: Path) -> Made:
         shutil.copytree(run_dir, folder / "run")

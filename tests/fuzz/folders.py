@@ -49,15 +49,15 @@ def puzzles(name: str) -> Make:
 
 
 def table(folder: Path, _: Path) -> Made:
-    """Rows of a table whose file is changed and signed anew: refused, or of the right shapes."""
+    """Rows of a table whose file is changed and signed again: refused, or of the right shapes."""
     rows = ls.nn.SparseEmbedding(40, 3, RowAdam(), std=1.0)
-    dealt = DistributedTable("rows", rows, 1)
-    dealt.parts = [Part.start(rows, RowLayout(40, 1), 0, torch.device("cpu"))]
+    distributed = DistributedTable("rows", rows, 1)
+    distributed.parts = [Part.start(rows, RowLayout(40, 1), 0, torch.device("cpu"))]
     name = file_name(0, 0)
 
     def write(data: bytes | None) -> Path:
         shutil.rmtree(folder / "step_00000001", ignore_errors=True)
-        streamed = StreamedTables(LocalTransport(), [dealt])
+        streamed = StreamedTables(LocalTransport(), [distributed])
         snapshot = Snapshot(1, {}, {}, {"tables": described({"rows": rows})})
         there, _ = checkpoint.write(folder, snapshot, streamed=streamed.files)
         if data is not None:

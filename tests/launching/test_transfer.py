@@ -114,7 +114,7 @@ def test_as_a_copy(module: Any) -> None:
         assert "is not a class at the top level of a script, or of a module outside" in reason
 
 
-def test_a_class_that_a_prompt_has_made_anew(module: Any) -> None:
+def test_a_class_that_a_prompt_has_made_again(module: Any) -> None:
     exec("class Plain(Plain):\n    def more(self): return 3\n", vars(module))
     assert target_of(module.Plain())[0] == ""
 

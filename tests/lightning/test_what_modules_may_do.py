@@ -246,6 +246,15 @@ def test_hooks_see_where_the_run_is(tmp_path):
     ]  # fmt: skip
 
 
+def test_a_module_without_a_validation_loss_has_none(tmp_path):
+    def logs_mean(self, batch, batch_idx):
+        self.log("val_mean", batch[0].mean())
+
+    result = trained(a("Measured", validation_step=logs_mean), tmp_path, watch="val_mean")
+    assert {name for name in result.metrics if name.startswith("val/")} == {"val/val_mean"}
+    assert result.best_checkpoint
+
+
 def test_a_task_may_be_trained_again_beside_its_first_model(tmp_path):
     def logs_norm(self):
         self.log("norm", sum(float(p.detach().norm()) for p in self.parameters()))

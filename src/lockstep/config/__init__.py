@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING
 from lockstep.config.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from lockstep.config.reading import Config, build, load, override, override_data
+    from lockstep.config.reading import (
+        Config,
+        build,
+        load,
+        override,
+        override_data,
+        with_keys,
+    )
     from lockstep.config.section import (
         NO_OUTCOME,
         OF_MODEL,
@@ -67,6 +74,7 @@ __all__ = [
     "outcome",
     "override",
     "override_data",
+    "with_keys",
 ]
 
 if not TYPE_CHECKING:  # else type checkers would take any name for one of this package

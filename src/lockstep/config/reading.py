@@ -46,6 +46,17 @@ def override(config: Config, overrides: Iterable[str], source: str = "command li
     return build(type(config), data, source)
 
 
+def with_keys(config: Config, keys: Mapping[str, Any], source: str) -> Config:
+    """A new config with other values of some keys, which keyword arguments have named.
+
+    Raises:
+        ConfigError: a key is unknown or a value does not fit.
+    """
+    if not keys:
+        return config
+    return build(type(config), config.model_dump(exclude_unset=True) | dict(keys), source)
+
+
 def override_data(config: Config, overrides: Iterable[str]) -> Config:
     """As `override`, for the config of a trained model: its data may change, the model may not.
 

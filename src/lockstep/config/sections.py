@@ -183,7 +183,7 @@ class CompressionConfig(Section):
     """Columns of the factors of each matrix (lowrank)."""
     error_feedback: bool = True
     """Add what was cut off a microbatch's gradient to its next one, at the cost of a copy of the
-    gradient for each microbatch. Without, it is lost, and `randomk` scales what it sends."""
+    gradient for each microbatch."""
     buddy: bool = Field(default=False, json_schema_extra=NO_OUTCOME)
     """Keep what was cut off on the next rank too, where survivors can go on: sends a whole gradient
     for each microbatch in each step. Without, the loss of a rank takes training back to the newest

@@ -99,8 +99,8 @@ class TrainConfig(Section):
     """Steps between looks at whether slow ranks should get fewer microbatches; 0 never looks."""
     hang_timeout_s: NonNegativeFloat = Field(default=300.0, json_schema_extra=NO_OUTCOME)
     """Kill a rank that does nothing for this long (or ten times its longest pause), or that a
-    signal has stopped for this long, so that the others can go on; 0 never does. On several hosts,
-    a host that Lockstep's `mpirun` cannot reach for this long ends the job."""
+    signal has stopped; 0 never does. A host that Lockstep's `mpirun` cannot reach for this long
+    ends the job."""
 
     start_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         default=300.0, json_schema_extra=NO_OUTCOME
@@ -142,18 +142,16 @@ class TrainConfig(Section):
     trackers: tuple[Literal["mlflow", "wandb", "trackio"], ...] = Field(
         default=(), json_schema_extra=NO_OUTCOME
     )
-    """Experiment trackers that get config, curves and pictures, each an extra of that name. They
-    write into the run directory only, unless their environment variables say otherwise."""
+    """Experiment trackers that get config, curves and pictures, each an extra of that name."""
     plan: str = Field(default="", json_schema_extra=NO_OUTCOME)
-    """A file of `lockstep plan TASK --json FILE`, whose prediction is shown beside measured steps
-    and kept in `result.json`. Without one, the first reports predict the later ones."""
+    """A file of `lockstep plan TASK --json FILE`, whose prediction is shown beside measured
+    steps."""
     exchange: Literal["auto", "messages", "flat", "hierarchical"] = Field(
         default="auto", json_schema_extra=NO_OUTCOME
     )
-    """How gradients are exchanged. `auto`: through shared memory inside a host, where possible and
-    above a megabyte, else by messages; on several hosts, summed inside each host first if that is
-    measured to be quicker. `hierarchical`: always summed inside each host first. `flat`: never.
-    `messages`: by messages only, also inside a host."""
+    """How gradients are exchanged. `auto`: through shared memory inside a host, else by messages;
+    on several hosts, summed inside each host first if that is measured to be quicker.
+    `hierarchical`: always so; `flat`: never so; `messages`: never so, and without shared memory."""
     bucket_bytes: Positive = Field(default=8 << 20, json_schema_extra=NO_OUTCOME)
     """About the most bytes of gradient that a rank receives at a time, where they are sent."""
 

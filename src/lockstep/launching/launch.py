@@ -21,11 +21,11 @@ from lockstep.engine.checkpoint.origin import settled
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.snapshot.restore import find_snapshot
 from lockstep.engine.task import Task, with_config
-from lockstep.engine.task.task import check_config
 from lockstep.errors import CheckpointError, LaunchError, LockstepError, RankFailure, TaskFailure
 from lockstep.launching.api import Result, Session, Stopped, claim, find_device, new_run_dir
 from lockstep.launching.api.session import check_names_run
 from lockstep.launching.api.trained import restored
+from lockstep.launching.api.training import config_of
 from lockstep.launching.job.commands import local_command
 from lockstep.launching.job.ending import Ended
 from lockstep.launching.rank.early import INTERRUPTED
@@ -57,6 +57,7 @@ def launch(
     launcher: Literal["local", "mpi"] | None = None,
     replacements: int = 0,
     quiet: bool = False,
+    **keys: Any,
 ) -> Result:
     """Train a task on ranks that are started for it on this host.
 
@@ -77,6 +78,7 @@ def launch(
         launcher: `local` (gloo or NCCL, under Lockstep's own supervisor; the default) or `mpi`.
         replacements: greatest number of processes to start in the place of killed ranks.
         quiet: whether to show warnings and how the run ended only, rather than progress.
+        keys: values for keys of the config, such as `batch_size=64, epochs=5`.
 
     Returns:
         How the run ended. Its task is the one given, with its state after the last step; its model
@@ -88,9 +90,8 @@ def launch(
             started; of the class that the ranks raised.
         KeyboardInterrupt: Ctrl-C came before there was anything to save, or a second time.
     """
-    chosen = _check(task, num_ranks, launcher, replacements)
-    config = task.config if config is None else config
-    check_config(type(task), config)
+    chosen = _check(num_ranks, launcher, replacements)
+    config = config_of(task, config, keys, "launch")
     check_names_run(run_dir, resume)
     wanted = Session(str(run_dir) if run_dir else None, resume, console=False, quiet=quiet)
     with carried(wanted) as session:
@@ -149,7 +150,7 @@ def _launch(
         return _outcome(ended, task, config, directory)
 
 
-def _check(task: Task, num_ranks: int, launcher: str | None, replacements: int) -> str:
+def _check(num_ranks: int, launcher: str | None, replacements: int) -> str:
     """The launcher to use.
 
     Raises:
@@ -161,10 +162,6 @@ def _check(task: Task, num_ranks: int, launcher: str | None, replacements: int) 
             '`if __name__ == "__main__":`, for ranks import the script to get its task. Under '
             "mpirun, torchrun or srun use train or main"
         )
-    given: object = task
-    if not isinstance(given, Task):
-        hint = f"; call {given.__name__}()" if isinstance(given, type) else ""
-        raise LaunchError(f"launch: needs a Task, got {shown(given)}{hint}")
     for name, value, least in (("num_ranks", num_ranks, 1), ("replacements", replacements, 0)):
         if type(value) is not int or value < least:
             raise LaunchError(f"{name}={shown(value)}: must be an integer of at least {least}")

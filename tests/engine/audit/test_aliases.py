@@ -55,9 +55,14 @@ def one_element() -> nn.Module:
     return model
 
 
+def spectral_norm() -> nn.Module:
+    return nn.utils.spectral_norm(nn.Linear(3, 3))
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [
+        (spectral_norm, r"weight_orig.*; use torch\.nn\.utils\.parametrizations\.spectral_norm"),
         (view_as_buffer, r"0\.wt: shares memory with the parameter 0\.weight"),
         (row_in_an_attribute, r"rows.*: shares memory with the parameter 0\.weight"),
         (same_memory, r"0\.weight: shares memory with the parameter 1\.weight"),

@@ -450,7 +450,7 @@ def test_state_goes_behind_a_path_where_one_steps_whole_tensors() -> None:
 
 
 @pytest.mark.parametrize("make", [adam_and_momentum, one_of_whole_tensors])
-def test_memory_that_is_given_anew_has_no_state_of_any(make: Callable[[Any], Made]) -> None:
+def test_memory_that_is_given_again_has_no_state_of_any(make: Callable[[Any], Made]) -> None:
     """As after the loss of what microbatches carry, whatever the optimizers are."""
     model, flat_optimizer = bound(make)
     flat_optimizer.step()

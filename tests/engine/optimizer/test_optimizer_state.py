@@ -109,7 +109,7 @@ def test_a_copy_of_the_state_leaves_a_sharded_optimizer_its_own() -> None:
     advance(parts, 0, 2)
     before = parts.train_step.flat_optimizer.state()
     assert any(flat.count_nonzero() for flats in before.flats.values() for flat in flats)
-    # No rank has all of it, so what is lost here would be lost to a recovery that begins anew.
+    # No rank has all of it, so what is lost here would be lost to a recovery that begins again.
     copy_state(parts.train_step, Progress(step=2), {}, LocalTransport(), 0)
     after = parts.train_step.flat_optimizer.state()
     assert after.scalars == before.scalars

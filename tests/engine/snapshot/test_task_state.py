@@ -26,7 +26,7 @@ STEPS = 6
 
 
 class Assigning(nn.Module):
-    """Batch norm, dropout, and a running value that forward passes assign anew."""
+    """Batch norm, dropout, and a running value that forward passes assign again."""
 
     def __init__(self) -> None:
         super().__init__()

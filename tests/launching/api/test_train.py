@@ -85,6 +85,33 @@ def test_leaves_the_caller_as_it_was(tmp_path: Path) -> None:
     assert (np.random.get_state()[1] == states[2]).all()
 
 
+def test_keys_of_the_config_as_arguments(tmp_path: Path) -> None:
+    given = ls.train(Line(), config(steps=2), run_dir=tmp_path / "given", quiet=True)
+    keys = {"batch_size": 16, "num_microbatches": 4, "lr": 0.1}
+    named = ls.train(Line(), ls.TrainConfig(steps=2), run_dir=tmp_path / "n", quiet=True, **keys)
+    assert named.config == given.config == named.task.config
+    assert named.params_sha256 == given.params_sha256
+
+
+@pytest.mark.parametrize(
+    ("task", "keys", "message"),
+    [
+        (Line(), {"batchsize": 16}, "unknown key 'batchsize'; did you mean batch_size?"),
+        (Line(), {"batch_size": "x"}, "batch_size='x': "),
+        (Line, {}, r"needs a Task, got .*; call Line\(\)"),
+    ],
+)
+def test_arguments_that_do_not_work(
+    task: Any, keys: dict[str, Any], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for call in (ls.train, ls.steps):
+        with pytest.raises(ls.LockstepError, match=f"^{call.__name__}: {message}"):
+            call(task, **keys)
+    with pytest.raises(SystemExit, match="2"):
+        ls.main(task, **keys)
+    assert "error: main: " in capfd.readouterr().err
+
+
 def test_raises_what_is_wrong(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     class Bad(Line):
         def loss(self, model: nn.Module, batch: Any) -> ls.Loss:

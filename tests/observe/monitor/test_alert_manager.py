@@ -92,7 +92,7 @@ def test_one_that_does_not_last_is_never_told(tmp_path):
     more(folder, done(2, 1.0))
     assert trial.look(9) == []
     more(folder, done(3, 3.0), first=60)
-    assert trial.look(9) == [], "it began anew"
+    assert trial.look(9) == [], "it began again"
     assert states(trial.look(10)) == ["on"]
 
 

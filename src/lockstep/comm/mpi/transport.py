@@ -71,7 +71,7 @@ class MpiTransport(HostTransport):
         self._subgroups: list[Subgroup] = []
         self._is_alone = growth is not None and growth.joins
         self._adopt(MPI.COMM_SELF.Dup() if self._is_alone else self._living())
-        self._count_anew()
+        self._restart_calls()
 
     def _adopt(self, comm: MPI.Intracomm) -> None:
         # Errors must come back as exceptions: by default, MPI ends all ranks.
@@ -82,7 +82,7 @@ class MpiTransport(HostTransport):
         self.rank = comm.rank
         self.size = comm.size
 
-    def _count_anew(self) -> None:
+    def _restart_calls(self) -> None:
         """Count calls from the first on, as all ranks of the new group do."""
         self.call_group = self.call_ring.start(self.rank, self.size)
 
@@ -222,7 +222,7 @@ class MpiTransport(HostTransport):
             joined, self._num_taken = join()
             self._adopt(whole(joined))
             self._is_alone = False
-            self._count_anew()
+            self._restart_calls()
             return
         before = self.comm
         before.Revoke()  # or survivors that have noticed nothing stay blocked in a collective
@@ -237,7 +237,7 @@ class MpiTransport(HostTransport):
         if self._growth is not None and takes_in:
             shrunk = self._grow(shrunk, self._growth)
         self._adopt(shrunk)
-        self._count_anew()
+        self._restart_calls()
 
     def _grow(self, comm: MPI.Intracomm, growth: Growth) -> MPI.Intracomm:
         """Let the joining rank join, if there is one, and start the next one."""

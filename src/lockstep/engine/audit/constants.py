@@ -39,9 +39,9 @@ class Constants:
         """Watch all parameters, and all buffers but those named in `changing`."""
         self._model = model
         self._changing = changing
-        self.watch_anew()
+        self.watch_again()
 
-    def watch_anew(self) -> None:
+    def watch_again(self) -> None:
         """Watch the model's present tensors, some of which have been moved to other memory."""
         model = self._model
         self._ids = _ids(model)
@@ -153,10 +153,18 @@ def check_aliases(task: Task, model: nn.Module) -> None:
             continue
         for name, trained in homes.get(tensor.untyped_storage().data_ptr(), []):
             if tensor is not trained and _overlap(tensor, trained):
+                remedy = (
+                    f"let both be one parameter (b.weight = a.weight), or take it from {name} in "
+                    "each forward pass"
+                )
+                if path == f"model.{name.removesuffix('_orig')}":  # as torch's old function does
+                    remedy = (
+                        "use torch.nn.utils.parametrizations.spectral_norm instead of "
+                        "torch.nn.utils.spectral_norm"
+                    )
                 raise TaskError(
                     f"{path}: shares memory with the parameter {name}, whose memory moves, and "
-                    "would keep the values of the start; let both be one parameter (b.weight = "
-                    f"a.weight), or take it from {name} in each forward pass"
+                    f"would keep the values of the start; {remedy}"
                 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -158,7 +159,8 @@ class Evaluation:
             leaves = self._computed([(0, self._batches.get(0))], model, compute, lambda: None)
         means, finish = self._combined(LocalTransport(), leaves, sorted(leaves[0][0]), [[0]])
         scalars, _ = plain(tried(finish, self._metrics.names))
-        return _united(means, scalars)
+        # The first batch may be without a loss, but not its split.
+        return _united({"loss": math.nan} | means, scalars)
 
     def _computed(
         self,
@@ -209,6 +211,8 @@ class Evaluation:
     ) -> tuple[dict[str, float], Callable[[], dict[str, Any]]]:
         """Means over all batches, and a function that computes the other metrics; a collective.
 
+        A loss whose weight is 0 is left out: a task may have other metrics only.
+
         Args:
             transport: the group of ranks.
             mine: of each batch of this rank.
@@ -228,7 +232,7 @@ class Evaluation:
         plan, _ = merges([Node(i, 1) for i in range(len(leaves))], len(leaves))
         total = add_up(leaves, plan).tolist()
         pairs = zip(names, total[: 2 * len(names) : 2], total[1 : 2 * len(names) : 2], strict=True)
-        means = {name: s / w if w else float("nan") for name, s, w in pairs}
+        means = {name: s / w if w else math.nan for name, s, w in pairs if w or name != "loss"}
         finish = self._metrics.compute(
             transport, [leaf for _, leaf in mine], total[2 * len(names) :], numbers
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -131,7 +132,8 @@ class RunState:
                 progress.finished = ended
         if not is_judged:
             return
-        watched = judged({split: metrics for split, (metrics, _) in scores.items()})
+        # A split without a loss is no better than any other.
+        watched = judged({n: {"loss": math.nan} | metrics for n, (metrics, _) in scores.items()})
         if progress.judge(config, watched):
             value = watched[config.watch]
             emit(Improved(step=progress.step, metric=config.watch, value=value))

@@ -345,7 +345,7 @@ class TrainStep:
         self.flat = self.flat.restricted(own)
         keep(self.model, own)
         self._passes.use(self.flat)
-        self._constants.watch_anew()
+        self._constants.watch_again()
         self._apply.summed = None
         self.workspace = self._lay_out(self.placement.mesh.microbatches)
         self.flat_optimizer.move(self.flat, self.workspace.stepped)

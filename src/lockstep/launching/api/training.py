@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from lockstep.config import TrainConfig, WeightsConfig
+from lockstep.config import TrainConfig, WeightsConfig, with_keys
 from lockstep.config.parsing import shown
 from lockstep.engine.run.own_loop import Step
 from lockstep.engine.task import Task
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.engine.task.task import check_config
+from lockstep.errors import ConfigError, LockstepError, TaskError
 from lockstep.launching.api import rank
 from lockstep.launching.api.session import Result, Session, check_names_run
 from lockstep.launching.rank.process import tell
@@ -33,6 +34,7 @@ def train(
     quiet: bool = False,
     from_run: str | Path | None = None,
     from_only: Sequence[str] = (),
+    **keys: Any,
 ) -> Result:
     """Train a task in this process: the only one, or a rank that any launcher has started.
 
@@ -50,6 +52,7 @@ def train(
         from_run: a run directory, or `RUN/CHECKPOINT`, whose weights the run starts from; short for
             `config.weights_from`.
         from_only: glob patterns of the names of the tensors that are taken from there.
+        keys: values for keys of the config, such as `batch_size=64, epochs=5`.
 
     Returns:
         How the run ended, with the trained model, on every rank.
@@ -60,7 +63,7 @@ def train(
             others cannot go on without, or another thread of this process trains.
     """
     session = _session_of(run_dir, resume, quiet)
-    config = _starting(config or task.config, from_run, from_only)
+    config = _starting(config_of(task, config, keys, "train"), from_run, from_only)
     with _alone_in_process("train"):
         return rank.run(task, config, session)
 
@@ -100,6 +103,7 @@ def main(
     resume: bool = False,
     from_run: str | Path | None = None,
     from_only: Sequence[str] = (),
+    **keys: Any,
 ) -> Result:
     """Train a task as the last thing that a script does: as `train`, with messages for a user.
 
@@ -114,11 +118,13 @@ def main(
         resume: as for `train`.
         from_run: as for `train`.
         from_only: as for `train`.
+        keys: as for `train`.
 
     Returns:
         How the run ended, where it has come to its end or to `stop_at_step`.
     """
     try:
+        config = config_of(task, config, keys, "main")
         return train(
             task, config, run_dir=run_dir, resume=resume, from_run=from_run, from_only=from_only
         )
@@ -137,6 +143,30 @@ def _session_of(run_dir: str | Path | None, resume: bool, quiet: bool) -> Sessio
         return given
     check_names_run(run_dir, resume)
     return Session(str(run_dir) if run_dir else None, resume, quiet=quiet)
+
+
+def config_of(
+    task: Task, config: TrainConfig | None, keys: Mapping[str, Any], who: str
+) -> TrainConfig:
+    """The config that a call asks for.
+
+    Args:
+        task: the task, whose own config is the default.
+        config: as for `train`.
+        keys: as for `train`.
+        who: name of the function that was called.
+
+    Raises:
+        TaskError: `task` is none, or the config is not of its class.
+        ConfigError: a key is unknown or a value does not fit.
+    """
+    given: object = task
+    if not isinstance(given, Task):
+        hint = f"; call {given.__name__}()" if isinstance(given, type) else ""
+        raise TaskError(f"{who}: needs a Task, got {shown(given)}{hint}")
+    config = task.config if config is None else config
+    check_config(type(task), config)
+    return with_keys(config, keys, who)
 
 
 def _starting(config: TrainConfig, from_run: str | Path | None, only: Sequence[str]) -> TrainConfig:
@@ -249,6 +279,7 @@ def steps(
     quiet: bool = False,
     from_run: str | Path | None = None,
     from_only: Sequence[str] = (),
+    **keys: Any,
 ) -> Steps:
     """Train a task as `train` does, in a loop of one's own that gets each step when it is done.
 
@@ -270,6 +301,7 @@ def steps(
         quiet: as for `train`.
         from_run: as for `train`.
         from_only: as for `train`.
+        keys: as for `train`.
 
     Returns:
         What to loop over, once. Its `result` is there when the loop is over.
@@ -279,4 +311,5 @@ def steps(
             itself raises what `train` does.
     """
     session = _session_of(run_dir, resume, quiet)
-    return Steps(task, _starting(config or task.config, from_run, from_only), session)
+    config = config_of(task, config, keys, "steps")
+    return Steps(task, _starting(config, from_run, from_only), session)

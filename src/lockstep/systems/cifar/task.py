@@ -209,8 +209,7 @@ class CifarConfig(TrainConfig):
 
     data_dir: Path | None = Field(default=None, json_schema_extra=NO_OUTCOME)
     """A folder with the binary files of CIFAR-10 or CIFAR-100, or with IDX files such as those of
-    Fashion-MNIST; needed. Other data in the same run is found out by the number of samples and the
-    first microbatch."""
+    Fashion-MNIST; needed."""
     depth: Literal[8, 14, 20, 32, 44, 56] = 20
     """Layers of the residual network."""
     width: Positive = 16

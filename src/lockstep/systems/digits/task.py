@@ -29,8 +29,7 @@ class DigitsConfig(TrainConfig):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """Part of the activations that are dropped in training."""
     data_dir: Path | None = Field(default=None, json_schema_extra=NO_OUTCOME)
-    """A folder with MNIST's IDX files; without it, scikit-learn's 1,797 images of 8x8 pixels. Other
-    data in the same run is found out by the number of samples and the first microbatch."""
+    """A folder with MNIST's IDX files; without it, scikit-learn's 1,797 images of 8x8 pixels."""
     val_fraction: Fraction = 0.1
     """Part of the images held out for validation; 0 for none."""
     test_fraction: Fraction = 0.1

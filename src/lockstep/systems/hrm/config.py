@@ -67,9 +67,8 @@ class HrmConfig(TrainConfig):
     """The keys of the models and their puzzles, and defaults for 4x4 Sudokus on a laptop."""
 
     preset: Preset = Field(default="sudoku-4", json_schema_extra=NO_OUTCOME)
-    """Defaults of the other keys, for a kind of puzzle: small ones for `sudoku-4` and `sudoku-6`,
-    for `sudoku-extreme`, `maze-hard` and ARC those of the recursive model's paper, and with `-hrm`
-    those of the hierarchical one's."""
+    """Defaults of the other keys, for a kind of puzzle: small for `sudoku-4` and `sudoku-6`, else
+    those of the recursive model's paper, or with `-hrm` the hierarchical one's."""
 
     puzzle: Literal["sudoku", "maze", "arc"] = "sudoku"
     """Kind of the puzzles that are made where there is no `data_dir`; `arc`: tasks of the package
@@ -80,18 +79,16 @@ class HrmConfig(TrainConfig):
     """Of ARC-AGI."""
     data_dir: Path | None = Field(default=None, json_schema_extra=NO_OUTCOME)
     """A dataset in the published format (`lockstep hrm data` writes such); without it, puzzles are
-    made when training begins. Other data in the same run is found out by a digest."""
+    made when training begins."""
     num_train: Positive = 8000
     """Puzzles that are made for training; ARC's training tasks."""
     num_val: Positive = 512
-    """Puzzles that are made for validation; none has a solution of training's. ARC's evaluation
-    tasks, whose demonstrations are learnt and whose tests are asked."""
+    """Puzzles that are made for validation, or ARC's evaluation tasks."""
     clues: Count = 0
     """Digits that a Sudoku which is made begins with; 0 for as few as determine the others."""
     augment: Count = 4
-    """Augmentations of each puzzle that is made. Each rank makes and holds all of them: of all
-    tasks of ARC-AGI-1 6 MB for each augmentation, of -2 9 MB. For many, write a dataset for
-    `data_dir`."""
+    """Augmentations of each puzzle that is made, all held by each rank. For many, write a dataset
+    for `data_dir`."""
     data_seed: Count = 0
     """Seed of the puzzles that are made."""
 
@@ -116,9 +113,8 @@ class HrmConfig(TrainConfig):
     attends."""
 
     puzzle_ids: bool = False
-    """Whether the model knows which puzzle it sees: its identifier has a row in a table, which is
-    put in front of the tokens. Puzzles without an identifier of their own, such as Sudokus, share a
-    row."""
+    """Whether the model knows which puzzle it sees, by a row of a table in front of the tokens.
+    Puzzles without identifiers, such as Sudokus, share a row."""
     puzzle_dim: Positive | None = None
     """Size of a row; `null` for `dim`."""
     puzzle_tokens: Positive | None = None

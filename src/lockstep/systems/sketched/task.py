@@ -35,8 +35,7 @@ class SketchedConfig(TrainConfig):
     hidden: Annotated[tuple[Positive, ...], Field(min_length=1)] = (512, 256, 128)
     """Widths of the mlp's hidden layers."""
     sketch_ratios: Annotated[tuple[Ratio, ...], Field(min_length=1)] = (0.5, 0.6, 0.7, 0.8)
-    """Columns of a term's sketch over the input's features, for each linear layer of the mlp. From
-    a third on, a square layer has no fewer parameters than a dense one."""
+    """Columns of a term's sketch over the input's features, for each linear layer of the mlp."""
     low_rank: Positive | None = None
     """Columns of a term's sketch, of every layer; without it, by `sketch_ratios` (mlp), or an
     eighth of the layer's input (transformer)."""

@@ -258,7 +258,7 @@ def test_a_last_row_that_is_too_long_is_read_once(tmp_path, monkeypatch):
     assert (run.generation, run.history.num_problems) == (generation, 1)
 
 
-def test_a_file_that_is_written_anew_in_its_place_is_told(tmp_path):
+def test_a_file_that_is_written_again_in_its_place_is_told(tmp_path):
     append(tmp_path, [PLAN, *(done(s, 1.5) for s in range(1, 6))])
     run = read(LargeRun(tmp_path))
     generation, number = run.generation, (tmp_path / "events.jsonl").stat().st_ino

@@ -118,8 +118,8 @@ def test_each_part_shows_what_the_files_say(page, served, tmp_path):
     saved = {"event": "Checkpointed", "path": "p", "num_bytes": 2048, "stall_s": 0.5, "write_s": 1}
     evaluated = {"event": "Evaluated", "split": "val", "metrics": {"loss": 0.75}, "seconds": 2.5}
     warned = {"event": "Warned", "message": "the disk is nearly full"}
-    dealt = {"event": "Rebalanced", "microbatches": [4, 2], "slowest": 1, "slowdown": 2.0}
-    later = [lost, recovered, dealt, saved, evaluated, warned]
+    rebalanced = {"event": "Rebalanced", "microbatches": [4, 2], "slowest": 1, "slowdown": 2.0}
+    later = [lost, recovered, rebalanced, saved, evaluated, warned]
     append(run, [{**row, "step": 20} for row in later])
     manifest = {"files": {"model.safetensors": {"sha256": "cd" * 32}}}
     (run / "checkpoints" / "step_00000020").mkdir(parents=True)

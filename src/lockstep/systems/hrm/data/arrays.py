@@ -35,7 +35,7 @@ _HEADER = re.compile(
     re.DOTALL,
 )
 _INTEGER = re.compile(r"'[<>|=][iu][1248]'")
-_GET_AGAIN = "get the file again, or build the dataset anew"
+_GET_AGAIN = "get the file again, or build the dataset again"
 
 _WRITTEN_HEADER_BYTES = 128
 """Size of a header that `numpy.save` writes for an array of 1 or 2 dims."""
