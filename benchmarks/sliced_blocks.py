@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import lockstep
 from block_row import Row, parser, timed
+from lockstep.comm.mailbox import HostTransport
 from lockstep.config import CheckpointConfig, OptimizerConfig
 from lockstep.launching.rank.environment import detect
 
@@ -43,6 +44,8 @@ def arguments() -> argparse.Namespace:
     """What is measured."""
     asked = parser(__doc__, width=2048, blocks=24, samples=32, repeats=3)
     asked.add_argument("--sharding", default="none")
+    asked.add_argument("--waits", action="store_true", help="gather no block ahead")
+    asked.add_argument("--no-peak", action="store_true", help="of ranks on several hosts")
     return asked.parse_args()
 
 
@@ -81,6 +84,8 @@ def greatest_peak(rank: int, world_size: int) -> int:
 def main() -> None:
     args = arguments()
     place = detect(os.environ)
+    if args.waits:
+        HostTransport._is_long = lambda self, num_bytes: False  # type: ignore[method-assign]
     config = lockstep.TrainConfig(
         batch_size=args.microbatches * args.samples,
         num_microbatches=args.microbatches,
@@ -93,7 +98,7 @@ def main() -> None:
         checkpoint=CheckpointConfig(every=WARMUP + args.repeats + 1),
     )
     found = timed(Row(config, lambda: blocks(args), inputs(args)), WARMUP)
-    peak = greatest_peak(place.rank, place.world_size)
+    peak = 0 if args.no_peak else greatest_peak(place.rank, place.world_size)
     if place.rank == 0:
         print(json.dumps({**found, "peak_bytes": peak}), flush=True)
 

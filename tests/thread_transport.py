@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lockstep.comm.ahead import AheadTransport
 from lockstep.comm.transport import Sending, Transport
 
 T = TypeVar("T")
@@ -23,9 +24,9 @@ class Meeting:
         self.size = size
         self.barrier = threading.Barrier(size, timeout=30)
         self._values: list[Any] = [None] * size
-        self.messages = {
-            pair: queue.SimpleQueue[Tensor]() for pair in itertools.product(range(size), repeat=2)
-        }
+        pairs = list(itertools.product(range(size), repeat=2))
+        self.messages = {pair: queue.SimpleQueue[Tensor]() for pair in pairs}
+        self.started = {pair: queue.SimpleQueue[Tensor]() for pair in pairs}
 
     def swap(self, rank: int, value: Any) -> list[Any]:
         self._values[rank] = value
@@ -35,7 +36,7 @@ class Meeting:
         return values
 
 
-class ThreadTransport(Transport):
+class ThreadTransport(AheadTransport):
     """Checks the contract of every call, and keeps their names in `calls`."""
 
     name = "threads"
@@ -73,6 +74,29 @@ class ThreadTransport(Transport):
             first, count = their_pairs[self.rank]
             assert len(place) == count
             place.copy_(theirs[first : first + count])
+
+    def runs_ahead(self, num_bytes: int) -> bool:
+        return True
+
+    def _begin(
+        self,
+        send: Tensor,
+        send_counts: Sequence[int],
+        send_offsets: Sequence[int],
+        recv: Tensor,
+        recv_counts: Sequence[int],
+    ) -> dict[int, Tensor]:
+        parts = dict(enumerate(torch.split(recv, list(recv_counts))))
+        del parts[self.rank]
+        for rank, part in parts.items():
+            first, count = send_offsets[rank], send_counts[rank]
+            self._meeting.started[self.rank, rank].put(send[first : first + count].clone())
+            part.fill_(float("nan"))  # as long as it travels nobody may read it
+        return parts
+
+    def _end(self, handle: dict[int, Tensor]) -> None:
+        for rank, part in handle.items():
+            part.copy_(self._meeting.started[rank, self.rank].get(timeout=30))
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         tensor.copy_(self._swap("broadcast", tensor)[root])

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 from lockstep.data.parts import Place, StreamParts
 from lockstep.data.parts_loader import PartsLoader
+from lockstep.data.random import sample_digest
 from lockstep.data.sampler import PartsLayout
 from lockstep.errors import ConfigError, DataError, TaskError
 from lockstep.parallel.layout import Range
@@ -380,3 +382,15 @@ def test_places_that_cannot_be_are_named() -> None:
     assert all(map(known.problem, wrong))
     assert not unknown.problem(Place(1, 2, 30, 3, 1, 0))
     assert unknown.problem(Place(1, 2, 30, 3, 0, 2))
+
+
+def test_digests_of_samples_tell_values_apart_and_objects_not() -> None:
+    samples: list[Any] = [
+        {"x": [0.0, 1.0], "y": "a"}, {"x": [-0.0, 1.0], "y": "a"}, {"x": (0.0, 1.0), "y": "a"},
+        {"x": [0, 1], "y": "a"}, {"x": [0.0, 1.0], "y": b"a"}, {"x": torch.tensor([0.0, 1.0])},
+        {"x": np.array([0.0, 1.0])}, {"x": np.array([0.0, 1.0], np.float32)},
+    ]  # fmt: skip
+    assert len({sample_digest(sample) for sample in samples}) == len(samples)
+    text = "".join(["a", "b"])  # one object twice, and two of them
+    assert sample_digest([text, text]) == sample_digest([text, "".join(["a", "b"])])
+    assert sample_digest([object()]) == sample_digest([object()])

@@ -16,7 +16,8 @@ PARAMETERS = "sharding=parameters"
 @pytest.mark.parametrize(
     ("launcher", "num_ranks", "keys"),
     [
-        ("local", 4, ("mesh.pp=2", PARAMETERS)),
+        ("local", 4, ("mesh.pp=2", PARAMETERS, "exchange=messages")),  # blocks are gathered ahead
+        pytest.param("mpi", 4, ("mesh.pp=2", PARAMETERS), marks=pytest.mark.slow),
         pytest.param("mpi", 4, ("mesh.pp=2", "mesh.tp=2"), marks=pytest.mark.slow),
         pytest.param("mpi", 3, ("mesh.pp=3",), marks=pytest.mark.slow),
         pytest.param("local", 5, ("mesh.pp=2", "mesh.tp=2"), marks=pytest.mark.slow),

@@ -5,6 +5,7 @@ Ranks are threads, so nothing here draws random numbers.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -35,6 +36,7 @@ from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.optimizer import flat_optimizer
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.snapshot.capture import whole_digest
+from lockstep.engine.step.workspace import Workspace
 from lockstep.engine.trial import trial
 from lockstep.errors import LockstepError
 from lockstep.parallel.fold import BLOCK
@@ -131,13 +133,25 @@ def test_stages_train_what_the_plain_model_does() -> None:
     assert alone(Words, Decoder, None) == alone(AsItIs, Decoder, None)
 
 
-def test_a_rank_has_a_slice_and_at_most_two_units(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("runs_ahead", [True, False])
+def test_a_rank_has_a_slice_and_at_most_two_units(
+    monkeypatch: pytest.MonkeyPatch, runs_ahead: bool
+) -> None:
     most: dict[int, int] = {}
+    monkeypatch.setattr(ThreadTransport, "runs_ahead", lambda transport, num_bytes: runs_ahead)
 
     def note(flat: FlatTensors) -> None:
         there = sum(memory.untyped_storage().nbytes() for memory in flat.flats)
         most[id(flat)] = max(there, most.get(id(flat), 0))
 
+    waited = Counter[int]()
+    gather = Workspace.gather
+
+    def gathered(workspace: Workspace, segment: int) -> None:
+        waited[id(workspace)] += 1
+        gather(workspace, segment)
+
+    monkeypatch.setattr(Workspace, "gather", gathered)
     usual = FlatTensors.open
 
     def opened(flat: FlatTensors, segment: int) -> None:
@@ -146,18 +160,21 @@ def test_a_rank_has_a_slice_and_at_most_two_units(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(FlatTensors, "open", opened)
 
-    def body(transport: ThreadTransport) -> tuple[int, int, int, int]:
+    def body(transport: ThreadTransport) -> tuple[int, int, int, int, int]:
         parts = begun(InUnits, Long, transport, sharding="parameters", num_microbatches=4)
         step, flat = parts.train_step, parts.train_step.flat
         most.pop(id(flat), None)
+        del waited[id(step.workspace)]
         mesh = parts.placement.mesh
         own = mesh.of_ranks(mesh.of_each_replica)[transport.rank]
         step.run(0, 0, parts.loader.stream(own, 0, 1))
         slices = sum(s.parameters.nbytes for s in step.workspace.every_slice)
         sizes = sorted(s.numel * s.dtype.itemsize for s in flat.segments)
-        return most[id(flat)], slices, sum(sizes), sizes[-1]
+        return most[id(flat)], slices, sum(sizes), sizes[-1], waited[id(step.workspace)]
 
-    for whole, slices, every, largest in on_ranks(4, body):
+    for whole, slices, every, largest, num_waited in on_ranks(4, body):
+        # Of a pass's blocks the first one only, which backward is there already.
+        assert num_waited == 1 if runs_ahead else num_waited > len(Long().blocks)
         assert whole <= 2 * largest
         assert slices + whole <= every / 4 + 2 * largest + len(Long().blocks) * BLOCK * 4
         assert whole < every / 3

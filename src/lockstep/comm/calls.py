@@ -219,6 +219,7 @@ _MEASURES: Mapping[str, Measure] = MappingProxyType(
         "all_to_all": lambda send, send_counts, send_offsets, recv, recv_counts: (
             (sum(send_counts) * send.itemsize, recv.nbytes, -1)
         ),
+        "finish": lambda started: started.moved,
         "broadcast": lambda tensor, root: (tensor.nbytes, tensor.nbytes, -1),
         "send": lambda tensor, to: (tensor.nbytes, 0, to),
         "receive": lambda tensor, source: (0, tensor.nbytes, source),

@@ -278,6 +278,10 @@ class HostTransport(Transport):
         self._mailbox.all_gather(own, out, counts, self.traffic)
         return True
 
+    def _is_long(self, num_bytes: int) -> bool:
+        """Whether moving so many bytes takes longer than to begin it early and wait for it."""
+        return num_bytes > CAPACITY or not isinstance(self._mailbox, Mailbox)
+
     def _join_records(self, whole: Transport, calls: CallGroup) -> None:
         """Count calls, bytes and waits with those of the whole group, as a subgroup of it."""
         self.observer, self.traffic = whole.observer, whole.traffic

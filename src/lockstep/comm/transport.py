@@ -14,13 +14,16 @@ import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lockstep.comm.calls import KINDS, CallGroup, CallRing, measure_of
+
+if TYPE_CHECKING:
+    from lockstep.comm.ahead import Started
 
 
 class Traffic:
@@ -104,7 +107,7 @@ def collective(method: _Method) -> _Method:
 
     Its calls are recorded.
     """
-    kind = KINDS.index(method.__name__)
+    kind = KINDS.index("all_to_all" if method.__name__ == "finish" else method.__name__)
     measure = measure_of(method.__name__)
 
     @functools.wraps(method)
@@ -191,6 +194,25 @@ class Transport(ABC):
             recv: memory for `sum(recv_counts)` elements, those of ranks 0, 1, … in order.
             recv_counts: number of elements from each rank.
         """
+
+    def runs_ahead(self, num_bytes: int) -> bool:
+        """Whether it is better to `start` early what moves so many bytes, alike on all ranks."""
+        return False
+
+    def start(
+        self,
+        send: Tensor,
+        send_counts: Sequence[int],
+        send_offsets: Sequence[int],
+        recv: Tensor,
+        recv_counts: Sequence[int],
+    ) -> Started:
+        """Begin an `all_to_all`, where this transport `runs_ahead`; all ranks call this.
+
+        This rank's part is not copied. The memory must be left alone until what is returned has
+        been waited for, which all ranks do in the order in which they have begun.
+        """
+        raise NotImplementedError(f"{self.name} does nothing while this process computes")
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, root: int) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from lockstep.data.parts import Place, StreamParts
 from lockstep.data.passes import Pass, ShuffledPass
-from lockstep.data.random import Stream, data_digest, random_key
+from lockstep.data.random import Stream, random_key, sample_digest
 from lockstep.errors import DataError
 from lockstep.parallel.layout import Range
 
@@ -55,7 +55,7 @@ class PartsPass:
             for sample in present:
                 self.position += 1
                 if self._state is not None:
-                    self._digest.update(data_digest(sample).encode())
+                    self._digest.update(sample_digest(sample).encode())
                 return sample
             self._end_part()
         raise StopIteration
@@ -131,7 +131,7 @@ class PartsPass:
             one = self._parts.open(index, self.epoch, place.state_count, place.state)
             self._note_state(place.state, place.state_count)
             for _, sample in zip(range(place.count - place.state_count), one, strict=False):
-                self._digest.update(data_digest(sample).encode())
+                self._digest.update(sample_digest(sample).encode())
             if self._digest.hexdigest() == place.digest:
                 return one
             one.close()

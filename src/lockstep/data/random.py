@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import marshal
 import random
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
@@ -204,6 +205,31 @@ def data_digest(value: Any) -> str:
     for leaf in leaves:
         sha.update(_content(leaf))
     return sha.hexdigest()
+
+
+def sample_digest(sample: Any) -> str:
+    """Another digest than `data_digest`, much quicker for plain numbers and texts.
+
+    Streams are checked by it sample for sample.
+    """
+    if _is_plain(sample):
+        return hashlib.sha256(marshal.dumps(sample, _WITHOUT_REFERENCES)).hexdigest()
+    return data_digest(sample)
+
+
+_WITHOUT_REFERENCES = 2
+"""Version of the format in which the bytes depend on values only, not on which objects are one."""
+
+_PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None)})
+
+
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return all(map(_is_plain, value))
+    if kind is dict:
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return kind in _PLAIN
 
 
 def _content(leaf: Any) -> bytes:

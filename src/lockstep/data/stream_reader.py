@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from lockstep.data.loader import Batch, BatchSource, Collate, set_epoch, to_device
 from lockstep.data.passes import Pass, ShuffledPass
-from lockstep.data.random import Stream, data_digest, random_key, seed_all
+from lockstep.data.random import Stream, data_digest, random_key, sample_digest, seed_all
 from lockstep.data.sampler import BatchLayout
 from lockstep.errors import DataError
 from lockstep.parallel.layout import Assigned, Range
@@ -110,7 +110,7 @@ class StreamReader:
         """Digests of every `stride`-th sample of the newest batch that was read, by location."""
         epoch = self._epoch if self._length is not None else 0
         return {
-            f"sample {position} of epoch {epoch}": data_digest(sample)
+            f"sample {position} of epoch {epoch}": sample_digest(sample)
             for position, sample in self._kept.items()
             if position >= self._batch_start and (position - self._batch_start) % stride == 0
         }

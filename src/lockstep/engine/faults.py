@@ -32,7 +32,7 @@ FAULTS = "LOCKSTEP_FAULTS"
 
 Moment = Literal[
     "forward", "outputs", "second_forward", "backward", "shards_forward", "shards_backward",
-    "send", "receive", "unshard", "leave",
+    "send", "receive", "unshard", "ahead", "leave",
     "compute", "reduce", "summing", "copying", "between", "factors", "reduced", "optimizer",
     "search", "gather", "gathered", "lookup", "rows", "rows_summed",
     "copy", "copied", "committed", "places", "evaluate", "checkpoint", "regroup", "catch_up",
@@ -46,8 +46,8 @@ Moment = Literal[
 - shards_forward, shards_backward: before a sum over shards in a pass (`mesh.tp`);
 - send, receive: before activations or gradients are sent to another stage, and before a stage waits
   for them (`mesh.pp`);
-- unshard, leave: before the slices of a block's parameters are gathered, and before its gradients
-  are sent (`sharding`);
+- unshard, ahead, leave: before the slices of a block's parameters are gathered, while they travel
+  and another block is computed, and before its gradients are sent (`sharding`);
 - compute: after a microbatch;
 - reduce, summing, copying, between, factors, reduced: before the reduction; in it, with shared
   memory, when a part of a slice is summed, and when a rank has the slices of others (not with a

@@ -24,6 +24,9 @@ class Storage(Protocol):
     def unshard(self, block: int) -> None:
         """Have the parameters of a block, for a forward pass."""
 
+    def prefetch(self, block: int) -> None:
+        """Begin to have the parameters of the block that comes next, if there is one."""
+
     def reshard(self, block: int) -> None:
         """Free the parameters of a block, of which the forward pass is over."""
 

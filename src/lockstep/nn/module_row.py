@@ -281,6 +281,7 @@ class ModuleRow(Row):
             self.entered(number)
         if self.storage is not None:
             self.storage.unshard(number)
+            self.storage.prefetch(number + 1)
 
     def _leave(self, position: int, values: Any) -> None:
         """End what is computed at a position, of which `values` is all that goes on."""

@@ -93,6 +93,7 @@ class Pipeline(nn.Sequential, Row):
                 self.entered(number)
             if self.storage is not None:
                 self.storage.unshard(number)
+                self.storage.prefetch(number + 1)
             outputs = block(*inputs)
             if self.storage is not None:
                 self.storage.reshard(number)

@@ -11,6 +11,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
+from lockstep.comm.ahead import Started
 from lockstep.comm.transport import Transport
 from lockstep.parallel.fold import Arena, ArenaLayout, Row, buckets
 from lockstep.parallel.layout import Node, Range, merges
@@ -277,3 +278,12 @@ def gather_slices(transport: Transport, flat: Tensor, slices: Sequence[Range]) -
     # In place. If it is interrupted, `flat` may hold anything (`Transport.all_gather`).
     own = slices[transport.rank]
     transport.all_gather(flat[own.first : own.last], flat, [len(s) for s in slices])
+
+
+def start_gathering_slices(transport: Transport, flat: Tensor, slices: Sequence[Range]) -> Started:
+    """Begin to `gather_slices`, where the transport `runs_ahead`."""
+    own = slices[transport.rank]
+    counts = [len(s) for s in slices]
+    return transport.start(
+        flat, [len(own)] * transport.size, [own.first] * transport.size, flat, counts
+    )

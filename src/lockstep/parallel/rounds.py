@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep.comm.ahead import Started
 from lockstep.comm.transport import Transport
 from lockstep.parallel.fold import (
     ArenaLayout,
@@ -56,6 +57,15 @@ class _Bucket(NamedTuple):
     """Of each rank, those of the slice it owns."""
     fold: Fold
     """Sum of those of this rank."""
+
+
+class _Travelling(NamedTuple):
+    """Leaves of a bucket that other ranks are sending."""
+
+    started: Started
+    received: Tensor
+    """Memory for them, [leaves, elements]."""
+    fold: Fold
 
 
 class Rounds:
@@ -115,6 +125,7 @@ class Rounds:
         self._scalars = Fold(rows, [], every, num_microbatches)
         self._buckets = [self._cut(s, bucket_bytes) for s in range(len(segments))]
         firsts = accumulate(map(len, specs), initial=0)
+        self._travelling: _Travelling | None = None
         self._tensors = [slice(first, last) for first, last in pairwise(firsts)]
         self.restart()
 
@@ -136,9 +147,11 @@ class Rounds:
         self.transport = transport
         # What the other one has left under way may still be written to memory it was given.
         self._scratch.clear()
+        self._travelling = None
 
     def restart(self) -> None:
         """Forget the leaves of a step."""
+        self._travelling = None
         self._round = 0
         self._taken: set[int] = set()
         self._scalars.restart()
@@ -148,6 +161,8 @@ class Rounds:
     def take(self, segment: int, tensors: Sequence[Tensor | None] | None) -> None:
         """Sum the gradients of a segment in this round; a collective.
 
+        They may travel until the next segment is taken, or the round ends.
+
         Args:
             segment: number of the segment, which was not taken yet.
             tensors: its tensors; None counts as zeros. None for all: there is no microbatch.
@@ -155,21 +170,35 @@ class Rounds:
         assert segment == self._order[len(self._taken)], "all ranks take segments in one order"
         self._taken.add(segment)
         rank, num_leaves = self.transport.rank, self._num_leaves
+        dtype, numel = self._segments[segment]
+        runs_ahead = self.transport.runs_ahead(numel * dtype.itemsize)
+        self._arrive()
         leaf = self._leaf(segment, tensors)
         for parts, fold in self._buckets[segment]:
+            self._arrive()
             length = len(parts[rank])
             received = self._memory("received", leaf.dtype, length * num_leaves)
-            self.transport.all_to_all(
-                leaf,
-                # A rank without a microbatch takes part too: a collective needs all ranks.
-                [len(p) if rank < num_leaves else 0 for p in parts],
-                [p.first for p in parts],
-                received,
-                [length if r < num_leaves else 0 for r in range(self.transport.size)],
-            )
-            # By rank: in a round that is the order of microbatches, and so that of the tree.
-            for theirs in received.view(num_leaves, length):
-                fold.add([theirs], _NOTHING)
+            # A rank without a microbatch takes part too: a collective needs all ranks.
+            sent = [len(p) if rank < num_leaves else 0 for p in parts]
+            starts = [p.first for p in parts]
+            counts = [length if r < num_leaves else 0 for r in range(self.transport.size)]
+            leaves = received.view(num_leaves, length)
+            if runs_ahead:
+                if rank < num_leaves:
+                    leaves[rank] = leaf[parts[rank].slice]
+                started = self.transport.start(leaf, sent, starts, received, counts)
+                self._travelling = _Travelling(started, leaves, fold)
+            else:
+                self.transport.all_to_all(leaf, sent, starts, received, counts)
+                _add(leaves, fold)
+
+    def _arrive(self) -> None:
+        """Wait for what others are sending, and sum it."""
+        if self._travelling is not None:
+            started, received, fold = self._travelling
+            started.wait()
+            self._travelling = None
+            _add(received, fold)
 
     def add(self, tensors: Sequence[Tensor | None] | None, scalars: Tensor) -> None:
         """Sum what is left of this round; a collective.
@@ -191,6 +220,7 @@ class Rounds:
             late = [n for n, tensor in enumerate(theirs or []) if tensor is not None]
             if late:
                 raise LateGradientError(own.start + late[0])
+        self._arrive()
         # Every rank folds the scalars of all leaves: they are few, and all ranks need the sums.
         size, num_leaves = self.transport.size, self._num_leaves
         everyone = scalars.new_empty(len(scalars) * size)
@@ -224,3 +254,9 @@ class Rounds:
             known = torch.empty(numel, dtype=dtype, device=self._device)
             self._scratch[purpose, dtype] = known
         return known[:numel]
+
+
+def _add(leaves: Tensor, fold: Fold) -> None:
+    # By rank: in a round that is the order of microbatches, and so that of the tree.
+    for theirs in leaves:
+        fold.add([theirs], _NOTHING)

@@ -39,6 +39,20 @@ counted(
         torch.ones(3), [1, 2], [0, 1], torch.zeros(sum(received)), received
     ),
 )
+
+
+def started():
+    """An all-to-all that goes on until it is waited for; each rank sends the other one 1 or 2."""
+    sent, there = torch.arange(3.0), torch.full((sum(received),), -1.0)
+    under_way = transport.start(sent, [1, 2], [0, 1], there, received)
+    assert transport.under_way == [under_way]
+    under_way.wait()
+    assert not transport.under_way
+    kept = [-1.0] * (rank + 1)  # this rank's part is not copied
+    assert there.tolist() == ([*kept, 0.0] if rank == 0 else [1.0, 2.0, *kept]), there
+
+
+counted("started", started)
 counted("broadcast", lambda: transport.broadcast(torch.ones(5), 1))
 counted("message", message)
 counted("barrier", transport.barrier)

@@ -28,6 +28,9 @@ OPERATIONS = {
     "all to all": lambda: transport.all_to_all(
         torch.ones(size), [1] * size, list(range(size)), torch.zeros(size), [1] * size
     ),
+    "started": lambda: transport.start(
+        torch.ones(size), [1] * size, list(range(size)), torch.zeros(size), [1] * size
+    ).wait(),
     "broadcast": lambda: transport.broadcast(torch.ones(2), 0),
     "barrier": transport.barrier,
     "json": lambda: transport.gather_json("x" * rank),
@@ -67,7 +70,8 @@ def test_no_operation_goes_through_in_a_broken_group() -> None:
         command.argv, env=rank_environment(1), capture_output=True, text=True, timeout=120
     )
     found = sorted(done.stdout.splitlines())
-    names = ("even", "uneven", "in place", "all to all", "broadcast", "barrier", "json")
+    names = ("even", "uneven", "in place", "all to all", "started", "broadcast", "barrier",
+             "json")  # fmt: skip
     expected = [f"{n} in a whole group: went through" for n in names for _ in range(3)]
     expected += [f"{n} given up: failed" for n in names for _ in range(3 - (n == "broadcast"))]
     expected += ["uneven after a death: failed"] * 2

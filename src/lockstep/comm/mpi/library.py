@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Sequence
 
 import mpi4py
@@ -22,7 +23,9 @@ os.environ |= without_hierarchy(os.environ)
 mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402
 
-__all__ = ["DATATYPES", "MPI", "exchange", "has_fault_tolerance", "memory_of", "note_loss"]
+__all__ = [
+    "DATATYPES", "MPI", "Messages", "exchange", "has_fault_tolerance", "memory_of", "note_loss",
+]  # fmt: skip
 
 _is_damaged = False
 
@@ -74,6 +77,10 @@ def memory_of(tensor: Tensor) -> MPI.buffer:
     return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.itemsize)
 
 
+_POLL_S = 0.0005
+"""How often MPI is called in the background: each time costs some microseconds, and the system has
+buffers for what a network of 10 Gbit/s moves meanwhile."""
+
 _TAG = 1
 """Of these messages: those of `Transport.send` have another."""
 
@@ -101,25 +108,92 @@ def exchange(
     Raises:
         mpi4py.MPI.Exception: a rank was lost. Nothing is written into `recv` afterwards.
     """
-    kind, size = DATATYPES[send.itemsize], send.itemsize
-    outgoing, incoming = memory_of(send), memory_of(recv)
-    others = [(comm.rank + n) % comm.size for n in range(1, comm.size)]
-    requests: list[MPI.Request] = []
-    try:
-        for rank in others:
-            if count := send_counts[rank]:
-                part = outgoing[send_offsets[rank] * size :][: count * size]
-                requests.append(comm.Isend([part, kind], rank, _TAG))
-        for rank in reversed(others):
-            if count := recv_counts[rank]:
-                part = incoming[recv_offsets[rank] * size :][: count * size]
-                requests.append(comm.Irecv([part, kind], rank, _TAG))
-        for request in requests:
-            request.Wait()
-    except MPI.Exception:
-        if is_damaged():
-            _end(comm, requests)
-        raise
+    Messages(
+        comm, is_damaged, send, send_counts, send_offsets, recv, recv_counts, recv_offsets
+    ).wait()
+
+
+class Messages:
+    """Those of an `exchange`, under way.
+
+    MPI moves large ones only while it is called, so in the background a thread has to call it.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        is_damaged: Callable[[], bool],
+        send: Tensor,
+        send_counts: Sequence[int],
+        send_offsets: Sequence[int],
+        recv: Tensor,
+        recv_counts: Sequence[int],
+        recv_offsets: Sequence[int],
+    ) -> None:
+        """Begin; see `exchange`."""
+        self._comm, self._is_damaged = comm, is_damaged
+        self._requests: list[MPI.Request] = []
+        self._thread: threading.Thread | None = None
+        self._error: MPI.Exception | None = None
+        kind, size = DATATYPES[send.itemsize], send.itemsize
+        outgoing, incoming = memory_of(send), memory_of(recv)
+        others = [(comm.rank + n) % comm.size for n in range(1, comm.size)]
+        try:
+            for rank in others:
+                if count := send_counts[rank]:
+                    part = outgoing[send_offsets[rank] * size :][: count * size]
+                    self._requests.append(comm.Isend([part, kind], rank, _TAG))
+            for rank in reversed(others):
+                if count := recv_counts[rank]:
+                    part = incoming[recv_offsets[rank] * size :][: count * size]
+                    self._requests.append(comm.Irecv([part, kind], rank, _TAG))
+        except MPI.Exception:
+            self.give_up()
+            raise
+
+    def move(self) -> None:
+        """Have them move in the background until `wait`."""
+        self._is_awaited = threading.Event()
+        self._thread = threading.Thread(target=self._drive, name="mpi-messages", daemon=True)
+        self._thread.start()
+
+    def _drive(self) -> None:
+        while not self._is_awaited.wait(_POLL_S):
+            try:
+                if MPI.Request.Testall(self._requests):
+                    return
+            except MPI.Exception as error:  # is for those who wait
+                self._error = error
+                return
+
+    def _return_to_caller(self) -> None:
+        """Have no other thread test the requests, which MPI forbids."""
+        if self._thread is not None:
+            self._is_awaited.set()
+            self._thread.join()
+            self._thread = None
+
+    def wait(self) -> None:
+        """Return when all have been sent and have arrived.
+
+        Raises:
+            mpi4py.MPI.Exception: see `exchange`.
+        """
+        self._return_to_caller()
+        try:
+            if self._error is not None:
+                raise self._error
+            for request in self._requests:
+                request.Wait()
+        except MPI.Exception:
+            self.give_up()
+            raise
+
+    def give_up(self) -> None:
+        """If the group is damaged, have them fail, so that nothing is written any more."""
+        self._return_to_caller()
+        if self._is_damaged():
+            _end(self._comm, self._requests)
 
 
 def _end(comm: MPI.Intracomm, requests: Sequence[MPI.Request]) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+from lockstep.comm.ahead import AheadTransport
 from lockstep.comm.calls import CallGroup
-from lockstep.comm.mailbox import HostTransport
 from lockstep.comm.mpi.growth import (
     Growth,
     Joiner,
@@ -23,7 +23,14 @@ from lockstep.comm.mpi.growth import (
     take_in,
     whole,
 )
-from lockstep.comm.mpi.library import DATATYPES, MPI, exchange, has_fault_tolerance, memory_of
+from lockstep.comm.mpi.library import (
+    DATATYPES,
+    MPI,
+    Messages,
+    exchange,
+    has_fault_tolerance,
+    memory_of,
+)
 from lockstep.comm.transport import (
     GroupBroken,
     LocalTransport,
@@ -42,7 +49,7 @@ _SMALL_BYTES = 65_536
 """Of a rank, in an all-gather that is left to MPI: so much is sent without being asked for."""
 
 
-class MpiTransport(HostTransport):
+class MpiTransport(AheadTransport):
     """A duplicate of `MPI.COMM_WORLD`; tensors lie in host memory.
 
     Args:
@@ -145,6 +152,28 @@ class MpiTransport(HostTransport):
         exchange(
             self.comm, self.is_damaged, send, send_counts, send_offsets, recv, recv_counts, starts
         )
+
+    def runs_ahead(self, num_bytes: int) -> bool:
+        """See `Transport.runs_ahead`: a thread calls MPI meanwhile, if it may."""
+        return self._is_long(num_bytes) and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+
+    def _begin(
+        self,
+        send: Tensor,
+        send_counts: Sequence[int],
+        send_offsets: Sequence[int],
+        recv: Tensor,
+        recv_counts: Sequence[int],
+    ) -> Messages:
+        messages = Messages(
+            self.comm, self.is_damaged, send, send_counts, send_offsets, recv, recv_counts,
+            offsets(recv_counts),
+        )  # fmt: skip
+        messages.move()
+        return messages
+
+    def _end(self, handle: Messages) -> None:
+        handle.wait()
 
     @collective
     def broadcast(self, tensor: Tensor, root: int) -> None:
@@ -309,7 +338,7 @@ class Subgroup(MpiTransport):
 
     def __init__(self, whole: MpiTransport, comm: MPI.Intracomm, calls: CallGroup) -> None:
         """Use a communicator that was made for it, and the group that its calls are counted in."""
-        HostTransport.__init__(self)
+        AheadTransport.__init__(self)
         self._join_records(whole, calls)
         self.can_regroup = whole.can_regroup
         self._growth = None
@@ -320,6 +349,9 @@ class Subgroup(MpiTransport):
         """See `Transport.give_up`."""
         if self.can_regroup:
             self.comm.Revoke()
+            for started in list(self.under_way):
+                started.handle.give_up()
+                started.end()
 
     def close(self) -> None:
         """Nothing to do: what is interrupted may still be under way in it."""
@@ -330,7 +362,7 @@ class BorrowedComm(MpiTransport):
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         """Copy the communicator; all its ranks call this."""
-        HostTransport.__init__(self)
+        AheadTransport.__init__(self)
         self._growth = None
         self._joiner = None
         self._subgroups = []

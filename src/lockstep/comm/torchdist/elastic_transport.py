@@ -68,6 +68,8 @@ class ElasticSubgroup(Subgroup):
     def close(self) -> None:
         """Release the process group, and wake threads that wait in it."""
         self._connections.shut_down()
+        for started in list(self.under_way):
+            started.end()  # gloo writes nothing more when its handle is gone
         super().close()
 
     def _look(self) -> None:

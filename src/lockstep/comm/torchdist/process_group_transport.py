@@ -11,13 +11,27 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
+from lockstep.comm.ahead import AheadTransport
 from lockstep.comm.calls import CallGroup
-from lockstep.comm.mailbox import HostTransport
 from lockstep.comm.torchdist.store import check_interfaces, meet_at
 from lockstep.comm.transport import Sending, Transport, collective, count_broadcast, offsets
 
+_NUM_TAGS = 1 << 20
+"""Of what `start` begins; messages of `send` have another one, 0."""
 
-class GroupTransport(HostTransport):
+
+class _Messages:
+    """Several messages as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+class GroupTransport(AheadTransport):
     """Moves tensors with a `torch.distributed.ProcessGroup`, or a backend of one.
 
     Attributes:
@@ -27,6 +41,7 @@ class GroupTransport(HostTransport):
 
     failures = (RuntimeError,)
     group: Any
+    _num_started = 0
 
     def __init__(self, backend: str, device: torch.device | None) -> None:
         super().__init__()
@@ -67,6 +82,35 @@ class GroupTransport(HostTransport):
         self.traffic.add((sum(send_counts) - to_self) * size, (recv.numel() - to_self) * size)
         own = _in_a_row(send, send_counts, send_offsets)
         self._finish(self.group.alltoall_base(recv, own, list(recv_counts), list(send_counts)))
+
+    def runs_ahead(self, num_bytes: int) -> bool:
+        """See `Transport.runs_ahead`: gloo's threads move messages, whatever this one does."""
+        return self.name == "gloo" and self.device.type == "cpu" and self._is_long(num_bytes)
+
+    def _begin(
+        self,
+        send: Tensor,
+        send_counts: Sequence[int],
+        send_offsets: Sequence[int],
+        recv: Tensor,
+        recv_counts: Sequence[int],
+    ) -> _Messages:
+        # Messages, since they go from memory to memory: a collective of gloo copies parts of
+        # unequal size, and has two threads for all that is under way.
+        self._num_started += 1
+        tag = self._num_started % _NUM_TAGS + 1
+        others = [(self.rank + n) % self.size for n in range(1, self.size)]
+        starts, works = offsets(recv_counts), []
+        for rank in reversed(others):
+            if count := recv_counts[rank]:
+                works.append(self.group.recv([recv[starts[rank] :][:count]], rank, tag))
+        for rank in others:
+            if count := send_counts[rank]:
+                works.append(self.group.send([send[send_offsets[rank] :][:count]], rank, tag))
+        return _Messages(works)
+
+    def _end(self, handle: _Messages) -> None:
+        self._finish(handle, is_message=True)
 
     @collective
     def broadcast(self, tensor: Tensor, root: int) -> None:

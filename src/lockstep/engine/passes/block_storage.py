@@ -2,18 +2,23 @@
 
 The rest of the time a rank has its slices of them only (ZeRO-3 and ZeRO-2: Rajbhandari et al. 2020,
 sections 5.2 and 5.3). A forward pass goes through the blocks of this rank from the first to the
-last, and a backward pass from the last to the first. Ranks that have no microbatch go through them
-as the others do, since they keep slices that the others need.
+last, and a backward pass from the last to the first. While a block is computed, the slices of the
+next one travel, and the gradients of the one before, if the transport can do that meanwhile
+(`Transport.runs_ahead`). Ranks that have no microbatch go through blocks as the others do, since
+they keep slices that the others need.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Literal
 
 import torch
 
+from lockstep.comm.ahead import Started
+from lockstep.comm.transport import GroupBroken
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.placement import Placement
 from lockstep.engine.step.workspace import Workspace
@@ -21,8 +26,9 @@ from lockstep.errors import TaskError
 from lockstep.nn.row import Row
 from lockstep.parallel.rounds import Rounds
 
-Moment = Literal["unshard", "leave"]
-"""Before the slices of a segment of parameters come together, and before its gradients are sent."""
+Moment = Literal["unshard", "ahead", "leave"]
+"""Before the slices of a segment of parameters come together, while those of the next block travel,
+and before the gradients of a segment are sent."""
 
 
 class BlockStorage:
@@ -34,6 +40,7 @@ class BlockStorage:
     def __init__(self, row: Row, placement: Placement, at: Callable[[Moment], None]) -> None:
         self._row, self._placement, self._at = row, placement, at
         self._users: Counter[int] = Counter()
+        self._ahead: dict[int, Started] = {}
         self._next, self._has_leaf, self._is_kept = -1, False, False
         self._is_backward, self._is_regular = False, True
         row.descend = self.descend
@@ -49,13 +56,19 @@ class BlockStorage:
             block: [s for s, of in enumerate(flat.blocks) if of == block and flat.segments[s].numel]
             for block in range(*self._own)
         }
+        self._sizes = [numel * dtype.itemsize for dtype, numel in flat.segments]
+        self._room = 2 * max(sum(self._sizes[s] for s in of) for of in self._segments.values())
         self._users.clear()
 
     def restart(self) -> None:
-        """Forget an interrupted pass."""
-        for segment in +self._users:
+        """Forget an interrupted pass, whose group was given up."""
+        for started in self._ahead.values():
+            with suppress(GroupBroken):
+                started.wait()
+        for segment in {*+self._users, *self._ahead}:
             self._flat.close(segment)
         self._users.clear()
+        self._ahead.clear()
         self._row.ties.share()
         self._is_kept = self._is_backward = False
         self._is_regular = True
@@ -64,10 +77,31 @@ class BlockStorage:
         """Have the parameters of a block."""
         for segment in self._needed(block):
             self._users[segment] += 1
-            if self._users[segment] == 1:
+            if self._users[segment] > 1:
+                continue
+            if segment in self._ahead:
+                self._ahead[segment].wait()
+                del self._ahead[segment]
+            else:
                 self._at("unshard")
                 self._workspace.gather(segment)
         self._row.ties.share()
+
+    def prefetch(self, block: int) -> None:
+        """Begin to have the parameters of the block that comes next, if there is one.
+
+        Two of the largest blocks are the most that a rank has at a time.
+        """
+        if block not in self._segments:
+            return
+        for segment in self._needed(block):
+            taken = {*+self._users, *self._ahead}
+            size = self._sizes[segment]
+            has_room = sum(self._sizes[s] for s in taken) + size <= self._room
+            if segment not in taken and has_room and self._workspace.runs_ahead(size):
+                self._at("unshard")
+                self._ahead[segment] = self._workspace.start_gathering(segment)
+                self._at("ahead")
 
     def reshard(self, block: int) -> None:
         """Free the parameters of a block, unless its backward pass comes next."""
@@ -81,6 +115,7 @@ class BlockStorage:
         if self._placement.in_slices:
             for block in range(*self._own):
                 self.unshard(block)
+                self.prefetch(block + 1)
                 self.reshard(block)
 
     def begin_backward(self, has_leaf: bool = True) -> None:
@@ -113,6 +148,8 @@ class BlockStorage:
             self._leave(self._next + 1)
             if self._placement.in_slices and not self._is_kept:
                 self.unshard(self._next)
+            if self._placement.in_slices:
+                self.prefetch(self._next - 1)
             self._is_kept = False
             self._next -= 1
 

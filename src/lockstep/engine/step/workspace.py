@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lockstep.comm.ahead import Started
 from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.config import TrainConfig
 from lockstep.engine.faults import Moment
@@ -21,7 +22,7 @@ from lockstep.parallel.compression.reduction import (
     Summed,
 )
 from lockstep.parallel.compression.sums import compressed_reduction
-from lockstep.parallel.exchange import copy_to_next, gather_slices
+from lockstep.parallel.exchange import copy_to_next, gather_slices, start_gathering_slices
 from lockstep.parallel.layout import Assigned, Range, stepped_slices
 from lockstep.parallel.norm import (
     NormPart,
@@ -213,6 +214,16 @@ class Workspace:
         """Have a segment of parameters in slices whole; a collective of the column."""
         self.open(segment)
         gather_slices(self._transport, self._flat.flats[segment], self.slices[segment])
+
+    def start_gathering(self, segment: int) -> Started:
+        """Begin to `gather`, where the transport `runs_ahead`."""
+        self.open(segment)
+        flat, slices = self._flat.flats[segment], self.slices[segment]
+        return start_gathering_slices(self._transport, flat, slices)
+
+    def runs_ahead(self, num_bytes: int) -> bool:
+        """Whether to begin early to gather so many bytes."""
+        return self._transport.runs_ahead(num_bytes)
 
     def norm(self) -> float:
         """The norm of the summed gradient; a collective if sharded or split."""

@@ -222,6 +222,9 @@ class Rehearsal:
             self._users[segment] += 1
             self._flat.flats[segment].copy_(self._kept[segment])
 
+    def prefetch(self, block: int) -> None:
+        """Nothing to do: nothing travels."""
+
     def reshard(self, block: int) -> None:
         """See `lockstep.nn.holding.Storage`."""
         last = self._row.num_blocks - 1
