@@ -390,6 +390,9 @@ def test_a_path_below_a_file_is_refused(tmp_path: Path) -> None:
         assert "is not writable: " in message
         assert "choose another with --run-dir" in message
 
+    (tmp_path / "link").symlink_to("nowhere")
+    assert "link: is a link to nowhere, which does not exist; choose" in refused(tmp_path / "link")
+
 
 def test_a_file_where_checkpoints_should_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").touch()

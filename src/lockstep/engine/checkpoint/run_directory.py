@@ -157,8 +157,11 @@ class RunDirectory:
             self._lock = os.fdopen(open_regular(self.path / ".lock", os.O_RDWR | os.O_CREAT))
             self._note_folder()
         except OSError as error:
+            reason = f"is not writable: {error.strerror}"
+            if isinstance(error, FileExistsError) and os.path.islink(self.path):
+                reason = f"is a link to {os.readlink(self.path)}, which does not exist"
             raise RunDirectoryError(
-                f"{self.path}: is not writable: {error.strerror}; choose another with --run-dir"
+                f"{self.path}: {reason}; choose another with --run-dir"
             ) from None
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
