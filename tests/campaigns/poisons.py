@@ -62,6 +62,13 @@ cp -a /dev/null /dev/zero /dev/full /dev/random /dev/urandom /dev/tty "$ROOT/dev
 ln -s /proc/self/fd "$ROOT/dev/fd"; mount --move "$ROOT/dev" /dev"""
 """Devices, without /dev/shm."""
 
+
+def _own_module(name: str, text: str) -> str:
+    """A module of the user's in PYTHONPATH."""
+    return f"""mkdir "$ROOT/own"; echo '{text}' > "$ROOT/own/{name}.py"
+export PYTHONPATH="$ROOT/own\""""
+
+
 _READ_ONLY_TMP = 'mount -t tmpfs -o ro tmpfs "$ROOT/tmp"'
 
 
@@ -89,6 +96,7 @@ POISONS: dict[str, list[Poison]] = {
         Poison("TMPDIR missing", env={"TMPDIR": "/nonexistent/tmp"}),
         Poison("TMPDIR empty", env={"TMPDIR": ""}),
         Poison("TMPDIR full", mounts=_full('"$ROOT/tmp"', "64k")),
+        Poison("TMPDIR with 2 inodes", 'mount -t tmpfs -o nr_inodes=2 tmpfs "$ROOT/tmp"'),
         Poison("TMPDIR read-only", mounts=_READ_ONLY_TMP),
         Poison("/tmp and TMPDIR read-only", mounts=f"{_READ_ONLY_TMP}\nmount -o remount,ro /tmp"),
     ],
@@ -97,6 +105,7 @@ POISONS: dict[str, list[Poison]] = {
         Poison("/dev/shm full", mounts=_full("/dev/shm", "64k")),
         Poison("/dev/shm of 1 MiB", mounts="mount -t tmpfs -o size=1m tmpfs /dev/shm"),
         Poison("/dev/shm read-only", mounts="mount -o remount,ro /dev/shm"),
+        Poison("/dev/shm with 2 inodes", mounts="mount -t tmpfs -o nr_inodes=2 tmpfs /dev/shm"),
     ],
     "network": [
         Poison("no loopback", namespaces=("--net",)),
@@ -137,6 +146,18 @@ POISONS: dict[str, list[Poison]] = {
         Poison("run directory on 256 KiB", 'mount -t tmpfs -o size=256k tmpfs "$ROOT/runs"'),
         Poison("run directory below a file", 'rmdir "$ROOT/runs"; touch "$ROOT/runs"'),
         Poison("run directory is a file", 'touch "$ROOT/runs/run"'),
+        Poison("run directory is a link to nowhere", 'ln -s nowhere "$ROOT/runs/run"'),
+        Poison("run directory is a link to itself", 'ln -s run "$ROOT/runs/run"'),
+        Poison("run directory is a link", 'mkdir "$ROOT/own"; ln -s ../own "$ROOT/runs/run"'),
+        Poison(
+            "checkpoints on a file system of their own",
+            'mkdir -p "$ROOT/runs/run/checkpoints"\n'
+            'mount -t tmpfs tmpfs "$ROOT/runs/run/checkpoints"',
+        ),
+        *(
+            Poison(f"{n} inodes for runs", f'mount -t tmpfs -o nr_inodes={n} tmpfs "$ROOT/runs"')
+            for n in (2, 6, 14)
+        ),
     ],
     "language": [
         *_variables({"LC_ALL": "C"}, {"LC_ALL": "POSIX", "PYTHONUTF8": "0"}),
@@ -148,6 +169,12 @@ POISONS: dict[str, list[Poison]] = {
         {"PYTHONDEVMODE": "1"}, {"PYTHONWARNINGS": "error"}, {"PYTHONMALLOC": "debug"},
         {"PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"},
     ),
+    "modules": [
+        Poison("rich.py in PYTHONPATH", setup=_own_module("rich", "")),
+        Poison("output of sitecustomize", setup=_own_module("sitecustomize", "print(1)")),
+        Poison("error in sitecustomize", setup=_own_module("sitecustomize", "1/0")),
+        Poison("files named like modules", setup="touch random.py queue.py secrets.py torch.py"),
+    ],
     "threads": _variables(
         {"OMP_NUM_THREADS": "banana"}, {"OMP_NUM_THREADS": "0", "MKL_NUM_THREADS": "-3"},
         {"OMP_NUM_THREADS": "100000"}, {"KMP_AFFINITY": "nonsense", "GOMP_CPU_AFFINITY": "999"},
@@ -176,8 +203,16 @@ POISONS: dict[str, list[Poison]] = {
         Poison("SIGCHLD ignored", setup='set -- env --ignore-signal=CHLD "$@"'),
         Poison("SIGINT and SIGTERM ignored", setup="trap '' INT TERM"),
         Poison("SIGUSR1 and SIGHUP ignored", setup="trap '' USR1 HUP"),
+        Poison("all signals blocked", setup="set -- env --block-signal \"$@\""),
     ],
-    "priority": [Poison("nice 19", setup="set -- nice -n 19 \"$@\"")],
+    "priority": [
+        Poison("nice 19", setup="set -- nice -n 19 \"$@\""),
+        Poison("one processor", setup="set -- taskset -c 0 \"$@\""),
+    ],
+    "user": [
+        Poison("root of a container", namespaces=("--user", "--map-root-user")),
+        Poison("user without a name", setup='set -- unshare --user --map-user=1234567 "$@"'),
+    ],
     "umask": [Poison("umask 777", setup="umask 777"), Poison("umask 0", setup="umask 0")],
     "processes": [
         Poison("no /proc", "mount -t tmpfs tmpfs /proc"),

@@ -1,4 +1,4 @@
-"""Bytecode that Python cannot write as a whole is not written, and one that is cut off is named."""
+"""Imports that meet bytecode that is cut off, or a file of the user's, name the file."""
 
 from __future__ import annotations
 
@@ -44,3 +44,21 @@ def test_a_tasks_own_end_of_file_is_shown_as_it_is(tmp_path: Path, lockstep: Any
     ended = lockstep("config", "task.py:Nothing")
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1] == "EOFError: no more data"
+
+
+def test_a_file_that_hides_a_package_is_named(tmp_path: Path, lockstep: Any) -> None:
+    (tmp_path / "rich.py").write_text("")
+    ended = lockstep("train", "digits", cold=True, PYTHONPATH=".")
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"error: {tmp_path / 'rich.py'}: is imported in place of")
+    assert "out of PYTHONPATH" in ended.stderr
+
+
+def test_an_import_error_of_a_tasks_own_modules_is_shown_as_it_is(
+    tmp_path: Path, lockstep: Any
+) -> None:
+    (tmp_path / "helper_of_task.py").write_text("")
+    (tmp_path / "task.py").write_text("from helper_of_task import nothing\n")
+    ended = lockstep("config", "task.py:Nothing", PYTHONPATH=".")
+    assert "is imported in place of" not in ended.stderr
+    assert "cannot import name 'nothing' from 'helper_of_task'" in ended.stderr

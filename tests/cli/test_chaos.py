@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import re
+import signal
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch import nn
 
+from lockstep.cli.prove.chaos import command
 from lockstep.cli.prove.chaos.command import (
     Ranks,
     SessionResult,
@@ -51,6 +53,7 @@ from lockstep.engine.faults import (
 )
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.launching import start as launching
+from lockstep.launching.job.ending import Ended
 from lockstep.nn import Pipeline
 from lockstep.parallel.mesh import Mesh, rearranged
 
@@ -156,15 +159,16 @@ def test_what_a_run_has_left_is_put_together_from_its_directories(tmp_path):
     def session(moved, rows=()):
         return SessionResult([], list(rows), [], moved, tmp_path / "run-rescued")
 
-    for name, steps in (("run-moved", "1234"), ("run-rescued", "45")):
+    for name, steps in (("run-moved", "12"), ("run-rescued", "45")):
         (tmp_path / name).mkdir()
         lines = ["step,split", *(f"{step},train" for step in steps), f"{steps[-1]},val"]
         (tmp_path / name / "metrics.csv").write_text("\n".join(lines) + "\n")
     result = {"status": "completed", "step": 5, "params_sha256": "0" * 64, "exit_code": 0}
     result |= {"reason": "", "metrics": {}, "world_size": 2, "wall_s": 1.0, "error": None}
     (tmp_path / "run-rescued" / "result.json").write_text(json.dumps({**result, "checkpoint": ""}))
-    rows = [evaluated(4, 0.5), evaluated(5, 0.75)]
-    run = trained([session(tmp_path / "run-moved", rows[:1]), session(None, rows[1:])])
+    # There was no file any more to which the row of step 3 could be added.
+    rows = [row("StepDone", 1.0, step=3), evaluated(4, 0.5), evaluated(5, 0.75)]
+    run = trained([session(tmp_path / "run-moved", rows[:2]), session(None, rows[2:])])
     assert run.steps == [1, 2, 3, 4, 5]
     assert run.events == rows
     assert run.result["step"] == 5
@@ -221,6 +225,15 @@ def test_a_reader_that_stands_still_ends_nobody(tmp_path, monkeypatch, is_buffer
     else:  # the fault is one that would end ranks
         with pytest.raises(LaunchError, match="which its faults do not explain"):
             sessions.run(tmp_path / "run", incidents)
+
+
+def test_a_signal_to_the_command_ends_it_also_in_a_session_that_a_preemption_ends(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(command, "start", lambda *_, **__: Ended(143, stopped_by=signal.SIGTERM))
+    incident = Incident("preempt", 5, (PlannedFault(1, 5, "committed", "preempt"),))
+    with pytest.raises(SystemExit, match="143"):
+        Sessions("digits", [], Ranks(2, "local"), "").run(tmp_path / "run", [incident])
 
 
 def test_ranks_that_were_hit_while_they_started_are_started_again():
@@ -408,6 +421,19 @@ def test_starts_of_a_mesh_that_needs_all_ranks_are_hit_too(lockstep, launcher, s
     assert "faults: 6 of 6 struck" in done.stdout
     assert re.search(r"\bstart\b.*slot \d", done.stdout)
     assert "the same metrics in 12 evaluations" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_disk_that_stands_still_under_tensors_of_all_ranks_ends_nobody(lockstep):
+    small = ("steps=30", "num_layers=2", "width=32", "num_heads=2", "batch_size=8", "eval_every=20")
+    done = lockstep(
+        "chaos", Path(__file__).parents[2] / "examples" / "gpt.py", "-n", 2, "--faults", 3,
+        "--seed", 29, "--launcher", "local", "sharding=parameters", "clip_norm=null", *small,
+        timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "faults: 3 of 3 struck" in done.stdout
+    assert re.search(r"\bdisk\b.*slot 0", done.stdout)
 
 
 @pytest.mark.slow

@@ -153,13 +153,16 @@ def test_quiet_still_tells_of_warnings_and_errors(lockstep):
     assert errors(done) == []
 
 
-def test_exit_codes_of_children_are_kept_where_their_signal_was_ignored(here):
+def test_signals_that_a_parent_has_ignored_or_blocked_are_heard(here):
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as some services start programs
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
     try:
         assert here("recipes").returncode == 0
-        assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
+        assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL  # keeps exit codes of children
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
     finally:
         signal.signal(signal.SIGCHLD, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def test_an_interpreter_that_is_to_stay_shows_no_exit_code_as_a_traceback(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 import lockstep as ls
+from lockstep.launching.rank.environment import detect
 
 
 class Redundancy(ls.Task):
@@ -46,3 +48,23 @@ class Searched(Redundancy):
 
     def build_optimizer(self, model: Any) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=3)
+
+
+class Apart(Redundancy):
+    """Its loss becomes another one on each rank, after some steps."""
+
+    done = 0
+
+    def batch_loss(self, outputs: Any, batch: Any) -> ls.Loss:
+        loss = super().batch_loss(outputs, batch)
+        factor = 1 + (self.done > 4) * detect(os.environ).rank
+        return ls.Loss(loss.sum * factor, loss.weight, loss.metrics)
+
+    def after_step(self, model: Any, step: int) -> None:
+        self.done = step
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.done = state["done"]

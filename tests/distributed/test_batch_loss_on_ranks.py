@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from tests.conftest import result
 from tests.distributed.conftest import same
+from tests.distributed.test_errors import refused
 
 from lockstep.engine.faults import PlannedFault
 from lockstep.observe import read_events
@@ -29,6 +30,11 @@ def test_losses_of_ranks_change_nothing_and_cost_no_step(train_on, reference, tm
     rows = read_events(tmp_path / "run" / "events.jsonl")
     assert sum(row["event"] == "RankLost" for row in rows) == 2
     assert not any(row["event"] == "Resumed" for row in rows)
+
+
+def test_a_loss_that_becomes_another_one_on_each_rank_is_found(train_on, tmp_path):
+    ended = train_on(tmp_path / "run", 2, target=TASK.replace("Redundancy", "Apart"))
+    refused(ended, "step 5: Task.batch_loss gave another loss on other ranks")
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.engine.runtime import NUM_BYTES, Heartbeat
+from lockstep.engine.runtime import NUM_BYTES, ON_DISK, Heartbeat
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files")
 
@@ -34,3 +34,21 @@ def test_beats_from_before_the_watchdog_are_kept() -> None:
     assert struct.unpack("3q", os.pread(heartbeat.fd, NUM_BYTES, 0)) == (1, 0, 1)
     heartbeat.wait()
     assert struct.unpack("3q", os.pread(heartbeat.fd, NUM_BYTES, 0)) == (1, 1, 1)
+
+
+def test_a_call_of_other_ranks_does_not_end_the_wait_for_a_disk() -> None:
+    heartbeat = Heartbeat()
+
+    def waits_for() -> int:
+        return int(struct.unpack("3q", os.pread(heartbeat.fd, NUM_BYTES, 0))[1])
+
+    seen = []
+    with heartbeat.on_disk():
+        heartbeat.wait()
+        seen.append(waits_for())
+        heartbeat.go()
+        seen.append(waits_for())
+        with pytest.raises(OSError), heartbeat.on_disk():  # noqa: PT011
+            raise OSError
+        seen.append(waits_for())
+    assert [*seen, waits_for()] == [1, ON_DISK, ON_DISK, 0]

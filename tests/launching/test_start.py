@@ -202,6 +202,11 @@ def test_ranks_over_mpi_that_were_all_killed_while_they_started_are_started_agai
     assert ended.again == "a rank ended before all had started"
     script = Session(str(tmp_path), target=__file__)
     assert not how_ended(silent, script, time.time(), "mpi").again
+    codes = {213: 2, 14: 2, 137: 137, 75: 75}  # the first two are MPI's own
+    for code, shown in codes.items():
+        outcome = Outcome(code, "", None, tmp_path / "ranks.log", None, met=False)
+        ended = how_ended(outcome, Session(str(tmp_path)), time.time(), "mpi")
+        assert (ended.exit_code, ended.again) == (shown, "a rank ended before all had started")
 
 
 def test_a_scripts_own_exit_code_counts_where_it_is_no_lost_ranks(tmp_path: Path) -> None:

@@ -72,6 +72,14 @@ class Keeping(BASE):
     validation_step = keeping
 
 
+class KeepingLate(BASE):
+    def on_validation_epoch_start(self):
+        self.late = []
+
+    def validation_step(self, batch, batch_idx):
+        self.late.append(1)
+
+
 class Unseen(Sampler):
     def __len__(self):
         return 56
@@ -98,6 +106,7 @@ class Unseen(Sampler):
         (a("A", on_train_batch_end=lambda self, o, batch, i: batch[0]), "uses its batch"),
         (a("A", validation_step=lambda self, *_: None), "returns no loss, and logs none"),
         (Keeping, "validation_step: keeps something in self.kept"),
+        (KeepingLate, "no attribute 'late'. If it is made by on_validation_epoch_start, that is"),
         (logging(lambda self, b: self.log("train_loss", 1.0)), "is called twice in a step"),
         (logging(lambda self, b: self.log("x", b[0])), r"self.log\('x'\): is tensor"),
         (logging(lambda self, b: self.log("x", 1.0, reduce_fx="max")), "reduce_fx='max'"),

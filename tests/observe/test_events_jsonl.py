@@ -195,6 +195,22 @@ def test_following_skips_earlier_sessions_and_outlives_a_torn_line(tmp_path: Pat
     assert [row["step"] for row in rows] == [2]
 
 
+def test_a_file_that_replaces_another_is_followed_from_its_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    for step in (1, 2):
+        EventsJsonl(path)(step_done(step))
+
+    def sessions() -> Iterator[bool]:
+        yield False
+        path.rename(tmp_path / "moved.jsonl")
+        EventsJsonl(path)(step_done(3))
+        yield True
+
+    states = sessions()
+    rows = follow_events(path, lambda: next(states), start=end_of_events(path) // 2, poll_s=0)
+    assert [row["step"] for row in rows] == [2, 3]
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

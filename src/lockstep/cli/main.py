@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib.metadata import packages_distributions
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -25,7 +26,7 @@ from lockstep.cli.options import contributed, contributed_command, show_help, sh
 from lockstep.cli.prove import subcommands as prove
 from lockstep.cli.start import subcommands as start
 from lockstep.errors import ConfigError, LaunchError, LockstepError
-from lockstep.launching.job.preflight import resource_error, working_directory
+from lockstep.launching.job.preflight import devices, resource_error, working_directory
 from lockstep.launching.rank.early import Interrupted, interrupts
 from lockstep.launching.systems import command_groups
 
@@ -177,7 +178,7 @@ Version = Annotated[
 def lockstep(context: typer.Context, version: Version = False) -> None:
     """Distributed training that gives the same answer on any number of processes."""
     show_help(context)
-    if obstacle := working_directory():
+    if obstacle := working_directory() or devices():
         raise LaunchError(str(obstacle))
 
 
@@ -237,7 +238,7 @@ for _group in command_groups():
 def main() -> NoReturn:
     """Run the command; errors meant for the user are one message and exit code 2."""
     _open_missing_files()
-    _hear_of_children()
+    _hear_signals()
     if isinstance(sys.stdout, TextIOWrapper):
         # A sign such as ≥ that the terminal's encoding lacks must not end a command.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -254,6 +255,12 @@ def main() -> NoReturn:
         message = _cut_off(ended.error)
         if not message:
             raise ended.error from None
+        _say(f"error: {message}")
+        sys.exit(LockstepError.exit_code)
+    except ImportError as error:
+        message = _hidden(error)
+        if not message:
+            raise
         _say(f"error: {message}")
         sys.exit(LockstepError.exit_code)
     except BrokenPipeError:
@@ -278,6 +285,23 @@ def _cut_off(error: EOFError) -> str:
     return f"{path}: Python's copy of a module is cut off; delete this file and start again"
 
 
+def _hidden(error: ImportError) -> str:
+    """What to say of an import that found a file of the user's; empty if the error is another one.
+
+    Python looks into the folders of PYTHONPATH, and with `-m` into the working directory, first.
+    """
+    name = (error.name or "").partition(".")[0]
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    folders = [*os.environ.get("PYTHONPATH", "").split(os.pathsep), sys.path[0]]
+    is_there = any(file.startswith(os.path.join(os.path.abspath(f), name)) for f in folders)
+    if not is_there or name not in {*sys.stdlib_module_names, *packages_distributions()}:
+        return ""
+    return (
+        f"{file}: is imported in place of the module {name} that is installed ({error}); rename "
+        "this file, or take its folder out of PYTHONPATH"
+    )
+
+
 def _say(message: str) -> None:
     """Show a message, where it can be written: the exit code tells in any case."""
     with contextlib.suppress(OSError):
@@ -294,8 +318,12 @@ def _give_up_output() -> None:
                 os.dup2(nowhere.fileno(), stream.fileno())
 
 
-def _hear_of_children() -> None:
-    """Have the system keep the exit codes of ranks; it does not where SIGCHLD is ignored."""
+def _hear_signals() -> None:
+    """Block no signal, and have the system keep the exit codes of ranks: a parent may do neither.
+
+    The system does not keep them where SIGCHLD is ignored.
+    """
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 

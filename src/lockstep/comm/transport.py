@@ -13,6 +13,7 @@ import os
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
@@ -73,6 +74,9 @@ class Observer(Protocol):
     def go(self) -> None:
         """Note that it is no longer blocked."""
 
+    def on_disk(self) -> AbstractContextManager[None]:
+        """Within it, this process may be blocked by a disk."""
+
 
 class Sending:
     """A message under way; keeps the memory that it is read from."""
@@ -95,6 +99,9 @@ class _Nobody:
 
     def go(self) -> None:
         pass
+
+    def on_disk(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def offsets(counts: Sequence[int]) -> list[int]:

@@ -9,7 +9,8 @@ import mmap
 import os
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -22,12 +23,14 @@ from lockstep.engine.faults import At, nothing
 from lockstep.errors import EnvironError, LockstepError, RankFailure, TaskFailure, shared, shortened
 
 NUM_BYTES = 24
+ON_DISK = 2
 
 
 class Heartbeat:
     """Counts the progress of this process, and tells whether it waits for other ranks.
 
-    Three integers of 64 bits: beats, whether it is waiting, whether it is armed.
+    Three integers of 64 bits: beats, what it waits for (0 nothing, 1 other ranks, `ON_DISK`),
+    whether it is armed.
 
     The memory becomes a file at the first use of `fd`: most processes are not watched.
     """
@@ -35,6 +38,8 @@ class Heartbeat:
     def __init__(self) -> None:
         self._memory = memoryview(bytearray(NUM_BYTES)).cast("q")
         self._fd: int | None = None
+        self._within = 0
+        """What it waits for between its calls of other ranks."""
 
     @property
     def fd(self) -> int:
@@ -63,7 +68,21 @@ class Heartbeat:
     def go(self) -> None:
         """Note that it no longer waits for them."""
         self._memory[0] += 1
-        self._memory[1] = 0
+        self._memory[1] = self._within
+
+    @contextmanager
+    def on_disk(self) -> Iterator[None]:
+        """Within it, this process reads and writes files, and does not count as hanging.
+
+        To end it would not make the disk faster, and the next rank 0 would wait for the same one.
+        """
+        before, self._within = self._within, ON_DISK
+        self._memory[1] = ON_DISK
+        try:
+            yield
+        finally:
+            self._within = before
+            self.go()
 
     def arm(self) -> None:
         """Note that from now on, a long time without a beat is a hang."""
@@ -125,7 +144,7 @@ class Runtime:
 
 
 def on_first(transport: Transport, action: Callable[[], Any]) -> Any:
-    """The JSON-able result of `action`, which only rank 0 runs.
+    """The JSON-able result of `action`, which only rank 0 runs: it reads or writes files.
 
     Raises:
         LockstepError: on every rank, if it was raised on rank 0.
@@ -133,7 +152,8 @@ def on_first(transport: Transport, action: Callable[[], Any]) -> Any:
     outcome: dict[str, Any] = {}
     if transport.rank == 0:
         try:
-            outcome = {"value": action()}
+            with transport.observer.on_disk():
+                outcome = {"value": action()}
         except LockstepError as error:
             outcome = {"error": type(error).__name__, "message": str(error)}
     outcome = transport.gather_json(outcome)[0]

@@ -162,6 +162,7 @@ def start(
                     on_line=on_line, on_notice=_notice,
                 )  # fmt: skip
             ended = how_ended(outcome, session, since, command.launcher)
+            ended = replace(ended, stopped_by=outcome.stopped_by)
         except LaunchError as error:
             ended = Ended(error.exit_code, str(error), str(error).partition("\n")[0])
         if not ended.again or failures >= restarts:

@@ -294,6 +294,34 @@ def check_datamodule(datamodule: Any) -> None:
             )
 
 
+@contextmanager
+def keeping_nothing(module: Any, stage: str) -> Iterator[None]:
+    """Within it, a step of a stage (`training`, …) must keep no values of its batch in a list.
+
+    Raises:
+        TaskError: it does, or lacks the list, which a hook would make before the first batch.
+    """
+    instead = (
+        "and a rank sees some batches only; log it by self.log, whose mean is taken over all "
+        "batches, or update a metric of torchmetrics (CatMetric keeps values)"
+    )
+    lists = {k: len(v) for k, v in vars(module).items() if isinstance(v, list)}
+    hooks = [n for n in (f"on_{stage}_start", f"on_{stage}_epoch_start") if overrides(module, n)]
+    try:
+        yield
+    except AttributeError as error:
+        if not hooks:
+            raise
+        raise TaskError(
+            f"{stage}_step: {error}. If it is made by {hooks[-1]}, that is called when all batches "
+            f"are done: make it in __init__. If {stage}_step keeps something there, it must not, "
+            f"{instead}"
+        ) from error
+    for name, count in lists.items():
+        if len(vars(module).get(name, ())) != count:
+            raise TaskError(f"{stage}_step: keeps something in self.{name}, {instead}")
+
+
 def step_arguments(method: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Those of some arguments that a step takes, by position, since their names are free.
 

@@ -49,7 +49,13 @@ from lockstep.lightning.logs import (
     metrics_in,
     state_of,
 )
-from lockstep.lightning.module import adapt, check_datamodule, check_module, step_arguments
+from lockstep.lightning.module import (
+    adapt,
+    check_datamodule,
+    check_module,
+    keeping_nothing,
+    step_arguments,
+)
 
 _ENDS = ("on_validation_epoch_end", "on_validation_end", "on_test_epoch_end", "on_test_end")
 
@@ -285,16 +291,9 @@ class LightningTask(Task):
         trainer = model.trainer
         data = moved(batch, model, self._datamodule)
         journal = Journal(split, lambda: self._count(data))
-        lists = {k: len(v) for k, v in vars(model).items() if isinstance(v, list)}
-        with self.clock.opened(model), trainer.during(split, journal):
+        kept = keeping_nothing(model, STEPS[split])
+        with self.clock.opened(model), trainer.during(split, journal), kept:
             yield data, journal
-            for name, count in lists.items():
-                if len(vars(model).get(name, ())) != count:
-                    raise TaskError(
-                        f"{STEPS[split]}_step: keeps something in self.{name}, and a rank sees "
-                        "some batches only; log it by self.log, whose mean is taken over all "
-                        "batches, or update a metric of torchmetrics (CatMetric keeps values)"
-                    )
 
     def _count(self, data: Any) -> int:
         """Number of samples of a batch: the first size of its first tensor, as Lightning has it."""

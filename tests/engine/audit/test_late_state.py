@@ -647,9 +647,32 @@ class OwnOptimizer(Late):
         return GlobalCounter(model.parameters(), lr=0.1)
 
 
-def test_state_of_an_optimizer_outside_of_it_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match=r"NUM_SEEN\[0\]: is changed by GlobalCounter\.step"):
-        run(tmp_path, OwnOptimizer())
+class InnerOptimizer(Late):
+    """Counts in a closure, inside of an optimizer that is Lockstep's."""
+
+    def build_optimizer(self, model: Any) -> torch.optim.Optimizer:
+        seen: list[int] = []
+
+        class Counts(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                seen.append(1)
+                return super().step(closure)
+
+        return ls.optim.SAM(model.parameters(), lambda groups: Counts(groups, lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (OwnOptimizer, r"NUM_SEEN\[0\]: is changed by GlobalCounter\.step"),
+        (InnerOptimizer, r"Counts\.step\..*seen: is changed by SAM\.step"),
+    ],
+)
+def test_state_of_an_optimizer_outside_of_it_is_refused_by_name(
+    tmp_path: Path, kind: type[ls.Task], message: str
+) -> None:
+    with pytest.raises(TaskError, match=message):
+        run(tmp_path, kind())
 
 
 def test_classes_are_as_they_were_after_training(tmp_path: Path) -> None:

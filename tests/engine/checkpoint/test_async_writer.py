@@ -19,7 +19,7 @@ from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.listing import folder_name
 from lockstep.engine.checkpoint.writer import AsyncWriter
 from lockstep.engine.events import Checkpointed, Event, Warned
-from lockstep.engine.runtime import Heartbeat
+from lockstep.engine.runtime import ON_DISK, Heartbeat
 from lockstep.errors import CheckpointError
 
 both = pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
@@ -239,10 +239,25 @@ def test_who_waits_for_a_slow_disk_is_not_taken_for_hung_and_says_so(
     release.start()
     heard.writer.wait()
     release.join()
-    assert waits == [1]
+    assert waits == [ON_DISK]
     assert heard.heartbeat._memory[1] == 0
     assert [type(e) for e in heard] == [Warned, Checkpointed]
     assert "training has waited 0.05 s for the checkpoint of step 7" in heard[0].message  # type: ignore[attr-defined]
+
+
+def test_who_writes_what_it_gathers_is_not_taken_for_hung_either(tmp_path: Path) -> None:
+    heard = Heard(tmp_path)
+    waits: list[int] = []
+
+    def at(moment: str, step: int) -> None:
+        heard.heartbeat.wait()  # the tensors of other ranks
+        heard.heartbeat.go()
+        waits.append(heard.heartbeat._memory[1])
+
+    heard.writer = AsyncWriter(tmp_path, CheckpointConfig(), heard.append, heard.heartbeat, at)
+    heard.writer.save(snapshot(7), False, perf_counter(), streamed={})
+    assert waits == [ON_DISK]
+    assert heard.heartbeat._memory[1] == 0
 
 
 def test_waiting_for_nothing_is_fine(tmp_path: Path) -> None:

@@ -49,18 +49,25 @@ def used(path: Path, config: TrainConfig = CONFIG) -> Path:
     return path
 
 
-def test_who_has_taken_over_can_rescue_a_run_whose_folder_is_gone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_lock", [True, False])
+def test_any_rank_can_rescue_a_run_whose_folder_is_gone(tmp_path: Path, has_lock: bool) -> None:
     path = used(tmp_path / "run")
-    taken_over = RunDirectory(path)
-    taken_over.lock()
-    assert not taken_over.is_gone()
+    directory, other = RunDirectory(path), RunDirectory(path)
+    if has_lock:
+        directory.lock()
+    for known in (directory, other):
+        known.describe(CONFIG, identity())
+        assert not known.is_gone()
     shutil.rmtree(path)
-    assert taken_over.is_gone()
-    assert taken_over.rescue() == str(tmp_path / "run-rescued")
-    assert taken_over.identity() == identity()
+    assert directory.is_gone()
+    for _ in range(2):  # as after the loss of a rank
+        assert directory.rescue() == str(tmp_path / "run-rescued")
+        other.follow(directory.path)
+        assert (other.lost, other.is_gone()) == (path, False)
+    assert directory.identity() == identity()
     assert load(TrainConfig, tmp_path / "run-rescued" / "config.yaml") == CONFIG
-    assert not path.exists()
-    taken_over.close()
+    assert [p.name for p in tmp_path.iterdir()] == ["run-rescued"]
+    directory.close()
 
 
 @pytest.mark.parametrize("fields", [{"task": "other"}, {}])
@@ -382,6 +389,9 @@ def test_a_path_below_a_file_is_refused(tmp_path: Path) -> None:
         message = refused(path)
         assert "is not writable: " in message
         assert "choose another with --run-dir" in message
+
+    (tmp_path / "link").symlink_to("nowhere")
+    assert "link: is a link to nowhere, which does not exist; choose" in refused(tmp_path / "link")
 
 
 def test_a_file_where_checkpoints_should_be_is_refused(tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ def test_a_header_survives_the_journey(
     counted: list[float],
     asked: int,
 ) -> None:
-    header = Header(has_failed, stop_reason, grows, Times(*times), tuple(counted), 0, asked)
+    own = has_failed, stop_reason, grows, Times(*times), tuple(counted)
+    header = Header(*own, 0, asked, settings=2**31, order=7, loss=2**32 - 1)
     values = header.pack()
     assert len(values) == num_values(len(counted))
     assert Header.unpack(values) == header

@@ -251,6 +251,20 @@ def test_a_manifest_without_the_length_is_damaged(tmp_path: Path) -> None:
         trained(tmp_path, epochs=4)
 
 
+def test_a_config_whose_epochs_may_be_none_goes_on_by_steps(tmp_path: Path) -> None:
+    class ByStepsConfig(longer_tasks.Line.Config):
+        epochs: int | None = None  # type: ignore[assignment]
+        steps: int | None = 4
+
+    class BySteps(longer_tasks.Line):
+        Config = ByStepsConfig
+
+    for steps in (4, 6):
+        config = ByStepsConfig(steps=steps)
+        done = ls.train(BySteps(config), config, run_dir=tmp_path, resume=True, quiet=True)
+        assert done.step == steps
+
+
 def test_the_best_without_the_last_evaluation_must_be_there(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"eval_every": 5, "checkpoint": {"every": 1, "keep": 1}}
     short = trained(tmp_path, **keys)

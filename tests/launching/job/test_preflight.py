@@ -163,9 +163,21 @@ def test_mpi_takes_another_folder_where_shared_memory_is_small(
     free(monkeypatch, shared=63, other=100)
     at = flags().index("btl_sm_backing_directory")
     assert flags()[at + 1] == tempfile.gettempdir()
+    free(monkeypatch, shared=64, other=100)
+    files = {preflight.SHARED_MEMORY: 3}  # too few for 4 ranks
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: SimpleNamespace(f_files=8, f_favail=files.get(path, 8))
+    )
+    assert "btl_sm_backing_directory" in flags()
     free(monkeypatch, shared=63, other=1)
     with pytest.raises(LaunchError, match=r"4 ranks over MPI need 64 MiB.*--shm-size=1g"):
         flags()
+
+
+def test_devices_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert preflight.devices() is None
+    monkeypatch.setattr(preflight, "_DEVICES", ("/dev/null", "/dev/nowhere"))
+    assert "/dev/nowhere does not exist" in str(preflight.devices())
 
 
 def test_a_record_of_calls_does_without_memory_that_it_may_not_have(

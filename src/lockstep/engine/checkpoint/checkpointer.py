@@ -83,6 +83,7 @@ class Checkpointer:
             CheckpointError: the state could not be written.
         """
         path: str = on_first(self._transport, self._directory.rescue)
+        self._directory.follow(Path(path))
         with suppress(CheckpointError):  # of a checkpoint in the folder that is gone
             self._writer.wait()
         self._root = Path(path) / "checkpoints"
@@ -252,7 +253,8 @@ class Checkpointer:
         skipped: list[str] = []
         if self._runtime.is_first:
             self._writer.wait()  # in the middle of a run, one may still be being written
-            snapshot, folder, skipped = checkpoint.newest_valid(self._root)
+            with self._runtime.heartbeat.on_disk():
+                snapshot, folder, skipped = checkpoint.newest_valid(self._root)
 
         def check() -> tuple[list[str], Sequence[int], Sequence[Any], list[str] | None] | None:
             if snapshot is None:

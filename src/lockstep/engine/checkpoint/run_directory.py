@@ -78,17 +78,20 @@ class RunDirectory:
         name: its path for users, or the URL that it is a copy of.
         checkpoints: folder of the checkpoints.
         flight: files with the newest calls of ranks.
+        lost: path of the folder that is gone; None before the run has moved to another.
     """
 
     def __init__(self, path: Path, url: str = "") -> None:
-        self.path = path
-        self.name = url or str(path)
-        self.checkpoints = path / "checkpoints"
-        self.flight = FlightFolder(path)
+        self._use(path, url)
+        self.lost: Path | None = None
         self._lock: IO[str] | None = None
-        self._folder: os.stat_result
+        self._folder: os.stat_result | None = None
         self._files: tuple[str, str] = ("", "")
         self._is_settled = True
+
+    def _use(self, path: Path, url: str = "") -> None:
+        self.name = url or str(path)
+        self.path, self.checkpoints, self.flight = path, path / "checkpoints", FlightFolder(path)
 
     def hang_report(self, slot: int) -> Path:
         """The path that the watchdog of a process writes its report to."""
@@ -142,11 +145,6 @@ class RunDirectory:
                 )
             on_wait()
             time.sleep(_LOCK_POLL_S)
-        if not any(self._files):  # in a process that takes over from a lost one
-            with suppress(OSError, ValueError):
-                self._files = (
-                    read_text(self.path / "config.yaml"), read_text(self.path / _IDENTITY)
-                )  # fmt: skip
 
     def _try_lock(self) -> bool:
         """Whether this process has the lock now.
@@ -159,10 +157,13 @@ class RunDirectory:
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._lock = os.fdopen(open_regular(self.path / ".lock", os.O_RDWR | os.O_CREAT))
-            self._folder = os.stat(self.path)
+            self._note_folder()
         except OSError as error:
+            reason = f"is not writable: {error.strerror}"
+            if isinstance(error, FileExistsError) and os.path.islink(self.path):
+                reason = f"is a link to {os.readlink(self.path)}, which does not exist"
             raise RunDirectoryError(
-                f"{self.name}: is not writable: {error.strerror}; choose another with --run-dir"
+                f"{self.name}: {reason}; choose another with --run-dir"
             ) from None
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -188,35 +189,60 @@ class RunDirectory:
             self._lock = None
 
     def is_gone(self) -> bool:
-        """Whether the folder that this process has locked was deleted, moved or replaced.
+        """Whether the folder that this process knows was deleted, moved or replaced.
 
         An I/O error is not a sign of that: a network disk may not answer for a moment.
         """
-        if self._lock is None:
+        if self._folder is None:
             return False
         try:
-            folder, lock = os.stat(self.path), os.stat(self.path / ".lock")
-            own = os.fstat(self._lock.fileno())
+            is_same = os.path.samestat(os.stat(self.path), self._folder)
+            if self._lock is not None:
+                own = os.fstat(self._lock.fileno())
+                is_same = is_same and os.path.samestat(os.stat(self.path / ".lock"), own)
         except (FileNotFoundError, NotADirectoryError):
             return True
         except OSError:
             return False
-        return not (os.path.samestat(folder, self._folder) and os.path.samestat(lock, own))
+        return not is_same
 
     def rescue(self) -> str:
-        """Go on in a new folder beside this one, which is gone; returns its path.
+        """Go on in a new folder beside this one if it is gone; returns the path of the run's.
 
         Raises:
             RunDirectoryError: it cannot be created.
         """
-        path = next(path for path in rescued_paths(self.path) if not path.exists())
-        self.close()
-        self.path, self.checkpoints, self.flight = path, path / "checkpoints", FlightFolder(path)
-        self.name = str(path)
-        self.lock()
-        self._is_settled = False
-        self.settle()
-        return str(path)
+        if self.is_gone():
+            self.follow(next(path for path in rescued_paths(self.path) if not path.exists()))
+            self.lock()
+            self._is_settled = False
+            self.settle()
+        return str(self.path)
+
+    def follow(self, path: Path) -> None:
+        """Use the folder that rank 0 has moved the run to; does nothing if it is this one."""
+        if path != self.path:
+            self.close()
+            self.lost = self.path
+            self._use(path)
+            self._note_folder()
+
+    def describe(self, config: TrainConfig, identity: Identity) -> None:
+        """Note what the run in this folder is, and which folder it is.
+
+        So that any rank may become rank 0, and find that the folder is gone.
+        """
+        # `stop_at_step` belongs to the session, not to the run.
+        whole = config.model_copy(update={"stop_at_step": None})
+        self._files = whole.to_yaml(), json.dumps(asdict(identity)) + "\n"
+        if self._lock is None:
+            self._note_folder()
+
+    def _note_folder(self) -> None:
+        """Note which folder this is; on hosts that do not have it, there is nothing to note."""
+        self._folder = None
+        with suppress(OSError):
+            self._folder = os.stat(self.path)
 
     def _bind(self, config: TrainConfig, identity: Identity, resume: bool) -> None:
         is_other = False
@@ -259,9 +285,7 @@ class RunDirectory:
                 report.unlink()
         with suppress(OSError):
             self.flight.begin()
-        # `stop_at_step` belongs to the session, not to the run.
-        whole = config.model_copy(update={"stop_at_step": None})
-        self._files = whole.to_yaml(), json.dumps(asdict(identity)) + "\n"
+        self.describe(config, identity)
         self._is_settled = False
         if not is_other:  # else `Checkpointer.resume` checks first whether it may be longer
             self.settle()

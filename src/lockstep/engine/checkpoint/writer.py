@@ -28,14 +28,13 @@ class AsyncWriter:
 
     Its events are emitted by the training thread, in `poll`.
 
-    A training thread that waits for the disk does not count as hanging, however long it takes: to
-    end its process would not make the disk faster, and the next rank 0 would wait for the same one.
+    A training thread that waits for the disk does not count as hanging, however long it takes.
 
     Args:
         root: folder of all checkpoints.
         config: which checkpoints are kept, and whether they are written in the background.
         emit: function that takes events.
-        heartbeat: heartbeat of this process, suspended while it waits for the disk.
+        heartbeat: heartbeat of this process, told while it waits for the disk.
         at: function that is called in the middle of writing a checkpoint.
     """
 
@@ -78,7 +77,8 @@ class AsyncWriter:
         self.wait()
         if streamed is not None:
             # In this thread: collectives of a background thread could overtake those of the step.
-            self._write(make, best, started, streamed)
+            with self._heartbeat.on_disk():
+                self._write(make, best, started, streamed)
             self.poll()
             return
         arguments = (make, best, started)
@@ -111,17 +111,16 @@ class AsyncWriter:
     def wait(self) -> None:
         """Wait until nothing is being written."""
         if self._thread is not None:
-            self._heartbeat.wait()
-            self._thread.join(SLOW_S)
-            if self._thread.is_alive():
-                message = (
-                    f"{self._root}: the disk is slow: training has waited {SLOW_S:g} s for the "
-                    f"checkpoint of step {self._step} to be written"
-                )
-                self._emit(Warned(step=self._step, message=message))
-                self._thread.join()
+            with self._heartbeat.on_disk():
+                self._thread.join(SLOW_S)
+                if self._thread.is_alive():
+                    message = (
+                        f"{self._root}: the disk is slow: training has waited {SLOW_S:g} s for the "
+                        f"checkpoint of step {self._step} to be written"
+                    )
+                    self._emit(Warned(step=self._step, message=message))
+                    self._thread.join()
             self._thread = None
-            self._heartbeat.go()
         self.poll()
 
     def finish(self, step: int) -> Path:

@@ -236,8 +236,8 @@ class FlatOptimizer:
         else:
             fast_steps.step(optimizer)
         if outside and (now := self._outside(optimizer)) != outside:
-            moved = [path for path in {**outside, **now} if outside.get(path) != now.get(path)]
-            self._moved = f"{moved[0].rstrip('!')}: is changed by {type(optimizer).__name__}.step"
+            moved = next(p for p in {**outside, **now} if outside.get(p) != now.get(p)).rstrip("!")
+            self._moved = f"{moved}: is changed by {type(optimizer).__name__}.step"
         if is_watched and global_state() != before:
             self._drawing = type(optimizer).__name__
 
@@ -279,11 +279,12 @@ class FlatOptimizer:
             raise
 
     def _outside(self, optimizer: optim.Optimizer) -> dict[str, str]:
-        """State of an optimizer's code beside its object, in some steps: globals and closures."""
-        kind = type(optimizer)
-        if self._num_steps & (self._num_steps - 1) or not may_draw(optimizer):
-            return {}
-        return hidden_state({kind.__name__: kind} | module_globals(kind, beside=False))
+        """State of optimizers' code beside their objects, in some steps: globals and closures."""
+        roots: dict[str, object] = {}
+        if not self._num_steps & (self._num_steps - 1):
+            for kind in {type(one) for one in stepping_in(optimizer).values() if may_draw(one)}:
+                roots |= {kind.__name__: kind} | module_globals(kind, beside=False)
+        return hidden_state(roots)
 
     @property
     def optimizer(self) -> optim.Optimizer:
@@ -292,10 +293,7 @@ class FlatOptimizer:
 
     @property
     def num_groups(self) -> dict[str, int]:
-        """Number of parameter groups of each optimizer that the task has named.
-
-        Those of optimizers inside of it are included. The name of a single one is "".
-        """
+        """Number of groups of each named optimizer and of those in it; "" names a single one."""
         return {
             name: sum(map(len, own_groups(stepping_in(part)).values()))
             for name, part in self._parts.items()

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lockstep.comm.transport import Transport
@@ -165,9 +166,10 @@ def check_has_gradient(where: str, loss: Loss) -> None:
         TaskError: no gradient goes back from it.
     """
     if not loss.sum.requires_grad:
-        raise TaskError(
-            f"Task.{where}: Loss.sum has no gradient; it must depend on the model's parameters"
-        )
+        what = "it must depend on the model's parameters"
+        if not torch.is_grad_enabled():
+            what = "something has left torch.set_grad_enabled(False), which Lockstep does not set"
+        raise TaskError(f"Task.{where}: Loss.sum has no gradient; {what}")
 
 
 def pair_of(where: str, returned: Any) -> tuple[Any, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import struct
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +89,7 @@ class Passes:
     Attributes:
         num_scalars: number of a leaf's scalars: sum and weight of the loss and of each metric.
         losses: loss sum of each microbatch of the step, by its number.
+        loss_digest: digest of the step's loss over the whole batch; 0 if it is no such one.
         counters: what the microbatches of the step have made of each counter; -inf if none has.
     """
 
@@ -122,6 +125,7 @@ class Passes:
         self._backward.clear_gradients()
         self._inside.step = self._placement.step = step
         self.losses: dict[int, float] = {}
+        self.loss_digest = 0
         self.counters = [-math.inf] * self._state.num_counters
 
     def look_up(self, step: int, microbatches: Assigned, batches: Iterator[Any]) -> Iterator[Any]:
@@ -219,6 +223,7 @@ class Passes:
         watch.communication_s += watch.lap()
         whole = self._compute.over_batch(batch_loss, step, gathered, self._loss_scale.value)
         values = copied(self._compute.scalars(step, whole.loss))()
+        self.loss_digest = zlib.crc32(struct.pack(f"{len(values)}d", *values))
         weight = values[1]
         for microbatch in numbers:
             one, passed = made.pop(microbatch), None

@@ -234,8 +234,8 @@ class Trainer:
         Raises:
             RunDirectoryError: always; on all ranks.
         """
-        gone, step = self._directory.path, self._state.progress.step
         path = self._checkpointer.rescue(self._state.progress)
+        gone, step = self._directory.lost or path, self._state.progress.step
         raise shared(
             RunDirectoryError(
                 f"{gone}: was deleted, moved or replaced while the run trained in it, so training "

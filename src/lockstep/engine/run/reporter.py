@@ -183,6 +183,7 @@ class Reporter:
     ) -> None:
         """Emit `Joined` for the processes that are new."""
         ranges = self._parts.placement.mesh.microbatches
+        self._parts.train_step.rounds_alike = len({row["rounding"] for row in rows}) == 1
         for rank, row in enumerate(rows):
             if row["slot"] not in known:
                 own = tuple(ranges[rank])

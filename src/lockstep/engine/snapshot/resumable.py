@@ -191,11 +191,10 @@ def _total_steps(config: Any, steps_per_epoch: int | None, folder: Path) -> int:
     """The number of steps of the run that a manifest's config says."""
     there = config if isinstance(config, dict) else {}
     try:
-        epochs = as_type(int, there.get("epochs"))
-        steps: int | None = as_type(int | None, there.get("steps"))  # type: ignore[arg-type]
+        steps, epochs = (as_type(int | None, there.get(key)) for key in ("steps", "epochs"))  # type: ignore[arg-type]
     except ValueError as error:
         raise CheckpointError(f"{folder}: is damaged: config: epochs or steps: {error}") from None
-    return steps or epochs * (steps_per_epoch or 0)
+    return steps or (epochs or 0) * (steps_per_epoch or 0)
 
 
 def _check_length_reads(names: Any, key: str) -> None:

@@ -22,7 +22,7 @@ from lockstep.parallel.rounds import Rounds
 STOP_REASONS = ("", "interrupted", "hung up", "terminated", "preempted", DIRECTORY_LOST)
 """Why a run may be asked to end, by rising urgency; empty if it is not asked to."""
 
-_NUM_OWN = 8
+_NUM_OWN = 9
 _NUM_FIXED = _NUM_OWN + len(Times._fields)
 
 
@@ -49,13 +49,15 @@ class Header(NamedTuple):
     """Digest of the learning rates of this step and of the optimizer's other settings."""
     order: int = 0
     """Digest of the order of the epoch's samples, if the task gives it; 0 where it was not used."""
+    loss: int = 0
+    """Digest of the loss over the whole batch, which each rank computes; 0 if it is no such one."""
 
     def pack(self) -> list[float]:
         """As float64 values, `num_values` of them."""
         stop = STOP_REASONS.index(self.stop_reason)
         own = (
             *(self.has_failed, stop, self.grows, self.carry_length, self.asked),
-            *(self.is_suspicious, self.settings, self.order),
+            *(self.is_suspicious, self.settings, self.order, self.loss),
         )
         return [*map(float, own), *self.times, *self.counters]
 
@@ -172,6 +174,7 @@ class StepSums:
             is_suspicious=is_suspicious,
             settings=settings,
             order=order,
+            loss=self._passes.loss_digest,
         )
         headers, reduction = [own], workspace.reduction
         travels = runtime.transport.size > 1

@@ -67,6 +67,7 @@ class TrainStep:
         parameters: parameters in slices, and all of them for a while.
         workspace: ranges, gradients and reduction of this rank in the present group.
         placement: where each rank is on the mesh.
+        rounds_alike: whether the machines of all ranks round alike, as far as is known.
         sharded: whether the optimizer is sharded.
         with_buddy: whether each rank steps the slice of the rank before it too.
         carries: what microbatches carry from step to step; None if they carry nothing.
@@ -100,6 +101,7 @@ class TrainStep:
         self.watch = Stopwatch(placement.world.traffic)
         self._constants = constants
         self._audit = StepAudit(runtime, pass_state)
+        self.rounds_alike = True
         self._order_digest = order_digest
         self._storage: BlockStorage | None = None
         if config.shards_gradients:
@@ -269,6 +271,12 @@ class TrainStep:
                 f"step {step}: Task.epoch_indices gave other indices on other ranks; it must "
                 "depend on the epoch and the generator that it is given, and on what "
                 "Task.after_step has set"
+            )
+            raise shared(TaskError(text))
+        if self.rounds_alike and len({header.loss for header in headers if header.loss}) > 1:
+            text = (
+                f"step {step}: Task.batch_loss gave another loss on other ranks, of the same "
+                "outputs; it must depend on what it is given, and on what Task.after_step has set"
             )
             raise shared(TaskError(text))
         if any(header.settings != headers[0].settings for header in headers):

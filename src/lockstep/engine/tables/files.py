@@ -196,7 +196,8 @@ def load_tables(transport: Transport, tables: list[DistributedTable], folder: Pa
             ) -> dict[str, Tensor] | None:
                 return read_fields(table, path, rows) if path is not None else None
 
-            fields = everywhere(transport, read)
+            with transport.observer.on_disk():
+                fields = everywhere(transport, read)
             for name, width in widths(table).items():
                 device = distributed.parts[0].fields[name].device
                 received = torch.empty(len(rows), width, device=device)

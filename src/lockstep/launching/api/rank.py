@@ -24,7 +24,7 @@ from lockstep.engine.checkpoint.kept_directory import KeptDirectory, kept_if_ref
 from lockstep.engine.checkpoint.listing import folder_name
 from lockstep.engine.checkpoint.origin import settled
 from lockstep.engine.checkpoint.run_directory import DirectoryWatch, Identity, RunDirectory
-from lockstep.engine.events import Failed, Finished, Warned
+from lockstep.engine.events import Event, Failed, Finished, Warned
 from lockstep.engine.faults import At, edited, injector
 from lockstep.engine.run.loop import Trainer, exhausted
 from lockstep.engine.run.microbatches import check_enough_left
@@ -183,8 +183,13 @@ def _steps(
                     "the rank is lost that carries the run directory over to its URL; start again "
                     "with --resume"
                 )
-            directory.lock(TAKE_OVER_S, on_wait=heartbeat.beat)
-            hub.open()
+            if not directory.is_gone():  # else `watch` ends the run, which is saved beside it
+                directory.lock(TAKE_OVER_S, on_wait=heartbeat.beat)
+                hub.open()
+
+        def listen(event: Event) -> None:
+            with heartbeat.on_disk():
+                hub(event)
 
         on_step: Callable[[int], None] = nothing_after_step
         if session.profile:
@@ -201,9 +206,9 @@ def _steps(
             slot=environment.rank,
             launcher=environment.launcher,
             local_rank=environment.local_rank,
-            listen=hub,
+            listen=listen,
             take_over=take_over,
-            stop_reason=lambda: watch.reason() or stop.reason(),
+            stop_reason=lambda: (transport.rank == 0 and watch.reason()) or stop.reason(),
             at=at,
             on_step=on_step,
             heartbeat=heartbeat,
@@ -239,10 +244,11 @@ def _steps(
                 kept.note_started()
             for hint in (*hints, *hints_of_mesh):
                 runtime.emit(Warned(step=0, message=hint))
+            directory.describe(config, _identity(task, config, session))
             finished = yield from trainer.steps()
             return _result(trainer, finished, config, directory), finished.exit_code
         except BaseException as error:
-            if directory.path != path:  # the old one is gone: nothing may be written there
+            if directory.path != path and runtime.is_first:  # nothing may be written to the old one
                 hub.close()
                 hub.open()
             runtime.emit(_failed(error))
@@ -349,11 +355,13 @@ def claim(directory: RunDirectory, task: Task, config: TrainConfig, session: Ses
     Raises:
         RunDirectoryError: see `RunDirectory.open`.
     """
+    directory.open(config, _identity(task, config, session), session.resume)
+
+
+def _identity(task: Task, config: TrainConfig, session: Session) -> Identity:
     overrides = tuple(o for o in session.overrides if not o.startswith("stop_at_step="))
-    identity = Identity(
-        task.name, config.hash, session.target or "", overrides, config.epochs, config.steps
-    )
-    directory.open(config, identity, session.resume)
+    length = config.epochs, config.steps
+    return Identity(task.name, config.hash, session.target or "", overrides, *length)
 
 
 def new_run_dir(name: str) -> Path:

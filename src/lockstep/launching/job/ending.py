@@ -44,12 +44,14 @@ class Ended:
         again: reason for starting the ranks again; empty if they should not be.
         last: row of the last `Failed` or `Finished` event, or the same from `result.json`; None
             without one.
+        stopped_by: first signal to this process that requested a stop, if there was one.
     """
 
     exit_code: int
     message: str = ""
     again: str = ""
     last: dict[str, Any] | None = field(default=None, compare=False)
+    stopped_by: signal.Signals | None = field(default=None, compare=False)
 
 
 def how_ended(outcome: Outcome, session: Session, since: float, launcher: str) -> Ended:
@@ -150,7 +152,8 @@ def _without_result(outcome: Outcome, code: int, printed: str, target: str, laun
     message = printed or (
         f"the ranks ended with code {code} before they had a result; {_where_to_look(outcome)}"
     )
-    if is_lost and LockstepError.exit_code < code < 128 and code != TRY_AGAIN:
+    is_signal = 128 < code <= 128 + signal.NSIG
+    if is_lost and code > LockstepError.exit_code and not is_signal and code != TRY_AGAIN:
         code = LockstepError.exit_code  # MPI's own code says nothing outside of it
     lost = printed.partition("\n")[0] if has_message else "a rank ended before all had started"
     return Ended(code or 1, message, lost if is_lost else "")

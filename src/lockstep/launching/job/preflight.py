@@ -49,6 +49,7 @@ _MORE_PROCESSES = (
     "end others"
 )
 _CONNECT_S = 1.0
+_DEVICES = ("/dev/null", "/dev/urandom")
 _OWN_TABLE = Path("/proc/self/stat")
 
 
@@ -102,6 +103,17 @@ def working_directory() -> Obstacle | None:
             "change to another one, such as `cd ~`, and start again",
         )
     return None
+
+
+def devices() -> Obstacle | None:
+    """Whether there are the devices without which torch cannot even be imported."""
+    missing = next((path for path in _DEVICES if not os.path.exists(path)), None)
+    if missing is None:
+        return None
+    return Obstacle(
+        f"{missing} does not exist, and libraries need it",
+        "give this system its devices: `mount -t devtmpfs dev /dev`",
+    )
 
 
 def address_space() -> Obstacle | None:
@@ -236,11 +248,11 @@ def mpi_memory_folder(
     if not os.access(usual, os.W_OK):  # Open MPI sees that too, and takes its own folder
         return None
     needed = num_ranks * MPI_SEGMENT_BYTES
-    free = {usual: shutil.disk_usage(usual).free}
+    free = {usual: _left(usual, num_ranks)}
     if free[usual] >= needed:
         return None
     temporary = Path(tempfile.gettempdir())
-    free[temporary] = shutil.disk_usage(temporary).free
+    free[temporary] = _left(temporary, num_ranks)
     if free[temporary] >= needed:
         return temporary
     found = " and ".join(f"{folder} has {size >> 20} MiB" for folder, size in free.items())
@@ -249,6 +261,13 @@ def mpi_memory_folder(
         f"enlarge {usual} (`mount -o remount,size=1g {usual}`; in Docker: --shm-size=1g), set "
         "TMPDIR to a folder with more space, or use --launcher local"
     )
+
+
+def _left(folder: Path, num_files: int) -> int:
+    """Bytes that are left for so many new files; 0 where the file system takes fewer files."""
+    there = os.statvfs(folder)
+    has_room = not there.f_files or there.f_favail >= num_files  # some count no files
+    return shutil.disk_usage(folder).free if has_room else 0
 
 
 def missing_variables(env: Mapping[str, str]) -> dict[str, str]:

@@ -141,6 +141,7 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             begin_training()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _REASONS)  # a parent may have blocked them
             for signum in _REASONS:
                 if signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN:
                     continue  # nohup

@@ -37,6 +37,8 @@ _PATIENCE = 0.5
 """Part of the timeout after which the calls of a waiting rank are written to a file."""
 _FACTOR = 10
 """A rank may pause this many times as long as its longest pause so far."""
+_WAITS = ("", "in one call: another rank, or its host, does not answer", "for the disk of its run")
+"""What a rank waits for, by the second number of its heartbeat."""
 
 
 class Watchdog:
@@ -128,11 +130,11 @@ def main(
     waiting_beats, waiting_since = heartbeat[0], since
     is_written = is_reported = False
     while os.getppid() == pid:
-        now = time.monotonic()
-        if heartbeat[0] != beats or heartbeat[1]:
-            longest_s = max(longest_s, now - since) if not heartbeat[1] else longest_s
+        now, waits_for = time.monotonic(), heartbeat[1]
+        if heartbeat[0] != beats or waits_for:
+            longest_s = max(longest_s, now - since) if not waits_for else longest_s
             beats, since = heartbeat[0], now
-        if heartbeat[0] != waiting_beats or not heartbeat[1]:
+        if heartbeat[0] != waiting_beats or not waits_for:
             waiting_beats, waiting_since = heartbeat[0], now
             if is_written:
                 _remove(waiting)
@@ -143,10 +145,7 @@ def main(
         elif name and not is_reported and now - waiting_since > timeout_s:
             # The connections to a host that is cut off stay open, so nothing else reports it.
             is_reported = True
-            _say(
-                f"{name} has waited for {timeout_s:g} s in one call: another rank, or its host, "
-                "does not answer"
-            )
+            _say(f"{name} has waited for {timeout_s:g} s {_WAITS[waits_for]}")
         stopped_since = (stopped_since or now) if _is_stopped(pid) else 0.0
         if stopped_since:
             if now - stopped_since > timeout_s:

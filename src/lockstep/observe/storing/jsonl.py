@@ -259,7 +259,10 @@ def follow_events(
     try:
         while True:
             stopped = stop()  # called before reading, so that nothing written until then is missed
-            file = _newest(path, file)
+            newest = _newest(path, file)
+            if file is not None and newest is not file:
+                start = 0  # it was counted in another file
+            file = newest
             if file is not None:
                 for line in _whole_lines(file, path, start):
                     start += len(line)

@@ -193,6 +193,7 @@ class Sessions:
 
         Raises:
             LaunchError: the faults do not explain how it ended.
+            SystemExit: this process was asked to stop, as by Ctrl-C.
         """
         log = log_of(run_dir)
         log.unlink(missing_ok=True)
@@ -222,17 +223,24 @@ class Sessions:
         kept = tuple(self._overrides) if self._script else ()
         session = Session(str(run_dir), run_dir.exists(), kept, False, self._target)
         with stalling_reader(STALL_S):
-            return start(
+            ended = start(
                 self._command, session, self._threads, on_row=lambda _: None, restarts=0, env=env
             )
+        if ended.stopped_by is not None:  # no fault sends this process a signal
+            raise SystemExit(ended.exit_code or 128 + ended.stopped_by)
+        return ended
 
 
 def trained(results: Sequence[SessionResult]) -> Trained:
     """What all sessions of a finished run have left."""
     steps: list[int] = []
-    for folder in [*(result.moved for result in results if result.moved), results[-1].run_dir]:
+    for result in [*(result for result in results if result.moved), results[-1]]:
+        folder = result.moved or result.run_dir
         with (folder / "metrics.csv").open(encoding="utf-8", newline="") as file:
             own = [int(row["step"]) for row in csv.DictReader(file) if row["split"] == "train"]
+        if result.moved:  # a file that is gone gets no more rows where these need another column
+            done = [int(row["step"]) for row in result.rows if row["event"] == "StepDone"]
+            own += [step for step in done if step > max(own, default=0)]
         # A directory that was rescued has the rows from its checkpoint on.
         steps = [step for step in steps if not own or step < own[0]] + own
     events = [row for result in results for row in result.rows]
