@@ -43,7 +43,7 @@ def test_expressibility_as_a_table_and_a_picture(here, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plateau", "--qubits", "2,x"], "--qubits '2,x': must be integers from 1 to 24"),
+        (["plateau", "--qubits", "2,x"], "--qubits 2,x: must be whole numbers from 1 to 24"),
         (["plateau", "--qubits", ""], "must be integers"),
         (["plateau", "--layers", "0"], "--layers '0': must be integers"),
         (["plateau", "--ansatz", "idle"], "has no parameter"),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep.config import load
 from lockstep.config.files import replacing, replacing_binary
-from lockstep.config.parsing import parse_int
+from lockstep.config.parsing import option_numbers, parse_int
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.events import RunStarted, StepDone
@@ -274,8 +274,8 @@ def plateau(
     if ansatz == "idle":
         raise ConfigError("--ansatz idle: has no parameter, so no gradient")
     make = ANSAETZE[_one_of(ansatz)]
-    sizes = _numbers("--qubits", qubits, _MAX_QUBITS)
-    depths = _numbers("--layers", layers, _MAX_LAYERS)
+    sizes = option_numbers("--qubits", qubits, _MAX_QUBITS)
+    depths = option_numbers("--layers", layers, _MAX_LAYERS)
     figure = None if plot is None else _figure(plot, f"variance of gradients, {ansatz}", 6)
 
     def variance(n: int, depth: int) -> float:
@@ -310,7 +310,7 @@ def express(
     """
     chosen = ANSAETZE if ansaetze == "all" else map(_one_of, ansaetze.split(","))
     names = list(dict.fromkeys(chosen))
-    depths = _numbers("--layers", layers, _MAX_LAYERS)
+    depths = option_numbers("--layers", layers, _MAX_LAYERS)
     figure = None if plot is None else _figure(plot, f"ansätze on {qubits} qubits", 9)
     lines = [f"{qubits} qubits; KL: divergence from Haar (0 is most expressive); Q: entanglement"]
     width = max(map(len, names))
@@ -374,18 +374,3 @@ def _one_of(name: str) -> str:
     if name not in ANSAETZE:
         raise ConfigError(f"ansatz {name!r}: there is none; choose from {', '.join(ANSAETZE)}")
     return name
-
-
-def _numbers(option: str, text: str, most: int) -> list[int]:
-    """The integers of a list with commas, sorted.
-
-    Raises:
-        ConfigError: it is not such a list, or one is not from 1 to `most`.
-    """
-    try:
-        return sorted({parse_int(part, least=1, most=most) for part in text.split(",")})
-    except ValueError as error:
-        raise ConfigError(
-            f"{option} {text!r}: must be integers from 1 to {most:,} with commas between them: "
-            f"{error}"
-        ) from None
