@@ -20,7 +20,7 @@ from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.events import RunStarted, StepDone
 from lockstep.engine.snapshot.restore import find_snapshot
-from lockstep.errors import CheckpointError, ConfigError
+from lockstep.errors import CheckpointError, ConfigError, file_errors
 from lockstep.launching.api.trained import restored
 from lockstep.observe import event_from_row, read_events
 from lockstep.observe.figures import new_figure, picture_path, save
@@ -165,7 +165,7 @@ def export(run_dir: Path, output: Path | None, which: str) -> list[str]:
         raise ConfigError(f"--output {path}: must end in .npz")
     angles = model.angles.detach().flatten(1).numpy()
     log = path.with_suffix(".csv")
-    try:
+    with file_errors(ConfigError, f"--output {path}"):
         with replacing_binary(path) as file:
             np.savez(
                 file,
@@ -180,8 +180,6 @@ def export(run_dir: Path, output: Path | None, which: str) -> list[str]:
         rows = training_log(read_events(run_dir / "events.jsonl"))
         with replacing(log) as text:
             text.write(rows)
-    except OSError as error:
-        raise ConfigError(f"--output {path}: cannot be written: {error.strerror}") from error
     return [str(path), str(log)]
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from lockstep.config.files import replacing_binary
 from lockstep.config.parsing import option_numbers
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, file_errors
 from lockstep.observe.showing.terminal import stdout_console
 from lockstep.systems.hrm.data import maze
 from lockstep.systems.hrm.puzzles import Indices
@@ -303,8 +303,5 @@ def _save(
         arrays["identifiers"] = identifiers
     if run.kind.name == "arc":
         arrays["names"] = np.array(run.task.names)[identifiers]
-    try:
-        with replacing_binary(path) as file:
-            np.savez(file, allow_pickle=False, **arrays)
-    except OSError as error:
-        raise ConfigError(f"--save {path}: cannot be written: {error.strerror}") from None
+    with file_errors(ConfigError, f"--save {path}"), replacing_binary(path) as file:
+        np.savez(file, allow_pickle=False, **arrays)
