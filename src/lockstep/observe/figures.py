@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.files import replacing_binary
-from lockstep.errors import ConfigError, DataError, file_errors
+from lockstep.errors import ConfigError, DataError, file_errors, needing
 
 _DPI = 110
 
@@ -23,12 +23,8 @@ def new_figure(width: float, height: float, title: str = "", extra: str = "ufs")
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
+    with needing(extra, "pictures need matplotlib"):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            f'pictures need matplotlib: pip install "lockstep-train[{extra}]"'
-        ) from error
     figure = Figure(figsize=(width, height), layout="constrained")
     if title:
         figure.suptitle(title)
