@@ -72,6 +72,15 @@ def load(kind: type[AnySection], path: Path) -> AnySection:
     Raises:
         ConfigError: the file cannot be read, is not YAML, or does not fit `kind`.
     """
+    return build(kind, read_keys(path), str(path))
+
+
+def read_keys(path: Path) -> dict[str, Any]:
+    """The keys and values in a YAML file.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or holds something else.
+    """
     try:
         data = parse_yaml(read_text(path, follow_links=True))
     except (OSError, UnicodeDecodeError) as error:
@@ -82,7 +91,7 @@ def load(kind: type[AnySection], path: Path) -> AnySection:
         data = {}
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: must hold keys and values, holds a {type(data).__name__}")
-    return build(kind, data, str(path))
+    return data
 
 
 def build(kind: type[AnySection], data: Mapping[str, Any], source: str) -> AnySection:
