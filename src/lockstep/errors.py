@@ -124,7 +124,7 @@ def file_errors(
     Args:
         kind: class of the error to raise.
         path: path of the file, for the message.
-        done: what cannot be done with the file: `read` or `written`.
+        done: what cannot be done with the file, such as `read`.
         advice: what the user can do about it.
 
     Raises:
