@@ -84,7 +84,8 @@ def read_keys(path: Path) -> dict[str, Any]:
     try:
         data = parse_yaml(read_text(path, follow_links=True))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: cannot be read: {reason}") from error
     except ValueError as error:
         raise ConfigError(f"{path}: is not valid YAML: {error}") from None
     if data is None:
