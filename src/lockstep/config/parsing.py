@@ -1,7 +1,8 @@
 """Reading external text: JSON, YAML and numbers that may be wrong, hostile or truncated.
 
 Every function raises `ValueError` with a message of one line, whatever the text is, and takes time
-and memory in proportion to its length. Callers add which file or variable it comes from.
+and memory in proportion to its length. Callers add which file or variable it comes from; only
+`option_numbers` knows that itself.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
+
+from lockstep.errors import ConfigError
 
 MAX_DEPTH = 64
 """Levels of nesting. Nothing that is read has more than ten; Python itself gives up near 1,000."""
@@ -214,6 +217,26 @@ def parse_int(text: str, *, least: int = 0, most: int = 2**63 - 1) -> int:
     if value > most:
         raise ValueError(f"{shown(text)} is more than {most}")
     return int(value)
+
+
+def option_numbers(option: str, text: str, most: int) -> list[int]:
+    """The different numbers of an option's text, with commas between them; ascending.
+
+    Args:
+        option: name of the option, such as `--ranks`.
+        text: what is given.
+        most: greatest number that there may be.
+
+    Raises:
+        ConfigError: one of them is no whole number from 1 to `most`.
+    """
+    try:
+        return sorted({parse_int(part, least=1, most=most) for part in text.split(",")})
+    except ValueError as error:
+        raise ConfigError(
+            f"{option} {shown(text)[1:-1]}: must be whole numbers from 1 to {most:,} with commas "
+            f"between them: {error}"
+        ) from None
 
 
 def parse_float(text: str) -> float:

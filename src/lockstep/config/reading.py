@@ -83,17 +83,27 @@ def load(kind: type[AnySection], path: Path) -> AnySection:
     Raises:
         ConfigError: the file cannot be read, is not YAML, or does not fit `kind`.
     """
+    return build(kind, read_keys(path), str(path))
+
+
+def read_keys(path: Path) -> dict[str, Any]:
+    """The keys and values in a YAML file.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or holds something else.
+    """
     try:
         data = parse_yaml(read_text(path, follow_links=True))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: cannot be read: {reason}") from error
     except ValueError as error:
         raise ConfigError(f"{path}: is not valid YAML: {error}") from None
     if data is None:
         data = {}
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: must hold keys and values, holds a {type(data).__name__}")
-    return build(kind, data, str(path))
+    return data
 
 
 def build(kind: type[AnySection], data: Mapping[str, Any], source: str) -> AnySection:

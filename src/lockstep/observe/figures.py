@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.files import replacing_binary
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import ConfigError, DataError, file_errors, needing
 
 _DPI = 110
 
@@ -23,12 +23,8 @@ def new_figure(width: float, height: float, title: str = "", extra: str = "ufs")
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
+    with needing(extra, "pictures need matplotlib"):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            f'pictures need matplotlib: pip install "lockstep-train[{extra}]"'
-        ) from error
     figure = Figure(figsize=(width, height), layout="constrained")
     if title:
         figure.suptitle(title)
@@ -56,12 +52,10 @@ def save(figure: Any, path: Path) -> Path:
 
     kind = "svg" if path.suffix.lower() == ".svg" else "png"
     metadata = {"Date": None} if kind == "svg" else {"Software": None}
-    try:
-        with (
-            rc_context({"svg.hashsalt": "lockstep", "svg.fonttype": "none"}),
-            replacing_binary(path, durable=False) as file,
-        ):
-            figure.savefig(file, dpi=_DPI, format=kind, metadata=metadata)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error.strerror or error}") from error
+    with (
+        file_errors(DataError, path),
+        rc_context({"svg.hashsalt": "lockstep", "svg.fonttype": "none"}),
+        replacing_binary(path, durable=False) as file,
+    ):
+        figure.savefig(file, dpi=_DPI, format=kind, metadata=metadata)
     return path

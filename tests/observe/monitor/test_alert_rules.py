@@ -54,10 +54,10 @@ def rule(when="{rank_lost: true}", more=""):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "must hold the key rules, holds a NoneType"),
-        ("[1]", "must hold the key rules, holds a list"),
+        ("", "rules: is missing"),
+        ("[1]", "must hold keys and values, holds a list"),
         ("rules: [", "is not valid YAML"),
-        (b"\xff\xfe", "is not valid YAML"),
+        (b"\xff\xfe", "cannot be read"),
         ("rules: []", "must have a rule"),
         ("rule: []", "rule: is no key; there are rules"),
         ("rules: [1]", "rules.0"),

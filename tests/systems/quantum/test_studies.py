@@ -43,9 +43,9 @@ def test_expressibility_as_a_table_and_a_picture(here, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plateau", "--qubits", "2,x"], "--qubits '2,x': must be integers from 1 to 24"),
-        (["plateau", "--qubits", ""], "must be integers"),
-        (["plateau", "--layers", "0"], "--layers '0': must be integers"),
+        (["plateau", "--qubits", "2,x"], "--qubits 2,x: must be whole numbers from 1 to 24"),
+        (["plateau", "--qubits", ""], "must be whole numbers"),
+        (["plateau", "--layers", "0"], "--layers 0: must be whole numbers"),
         (["plateau", "--ansatz", "idle"], "has no parameter"),
         (["plateau", "--plot", "a.pdf"], "a.pdf: must end in .svg or .png"),
         (["expressibility", "--ansatz", "ring,foo"], "ansatz 'foo': there is none"),

@@ -21,7 +21,7 @@ from lockstep.config.parsing import as_type, flattened, parse_object, parse_yaml
 from lockstep.engine.call_history import FlightFolder
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.listing import own_entries
-from lockstep.errors import RunDirectoryError
+from lockstep.errors import RunDirectoryError, file_errors
 
 _IDENTITY = "run.json"
 _COMMITTED = b'"event": "StepDone"'
@@ -370,13 +370,9 @@ class RunDirectory:
         return ", ".join(f"{k} is {there} there, {here} here" for k, (there, here) in pairs.items())
 
     def _write(self, name: str, text: str) -> None:
-        try:
-            with replacing(self.path / name) as file:
-                file.write(text)
-        except OSError as error:
-            raise RunDirectoryError(
-                f"{self.path / name}: cannot be written: {error.strerror}"
-            ) from None
+        path = self.path / name
+        with file_errors(RunDirectoryError, path), replacing(path) as file:
+            file.write(text)
 
 
 class DirectoryWatch:

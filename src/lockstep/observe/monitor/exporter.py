@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from lockstep.config.files import replacing
 from lockstep.engine.events import Checkpointed, Evaluated, Event, RankLost, Recovered, Warned
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import ConfigError, DataError, file_errors, needing
 from lockstep.observe.monitor.describe import shown
 from lockstep.observe.monitor.watch import Watch, Watched
 from lockstep.observe.reading.history import KINDS, History
@@ -252,13 +252,9 @@ class Server:
     """
 
     def __init__(self, exporter: Exporter, host: str, port: int) -> None:
-        try:
+        with needing("monitor", "--prometheus needs prometheus_client"):
             from prometheus_client import CollectorRegistry, start_http_server
             from prometheus_client.registry import Collector
-        except ImportError:
-            raise ConfigError(
-                '--prometheus needs prometheus_client: pip install "lockstep-train[monitor]"'
-            ) from None
 
         class Adapter(Collector):
             def collect(self) -> Iterable[Metric]:
@@ -287,8 +283,5 @@ def write_dashboard(path: Path) -> None:
         DataError: the file cannot be written.
     """
     dashboard = Path(__file__).with_name("grafana.json").read_text(encoding="utf-8")
-    try:
-        with replacing(path) as file:
-            file.write(dashboard)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error.strerror or error}") from None
+    with file_errors(DataError, path), replacing(path) as file:
+        file.write(dashboard)

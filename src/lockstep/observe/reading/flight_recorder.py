@@ -17,7 +17,7 @@ from lockstep.comm.call_records import Call, CallLog
 from lockstep.comm.calls import NUM_RECORDS
 from lockstep.config.files import replacing_binary
 from lockstep.engine.call_history import MOST_FILES, listed
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import ConfigError, DataError, file_errors
 
 VERSION = "2.10"
 """Version of the format, by which the analyser chooses how to read it."""
@@ -80,7 +80,7 @@ def write_flight(logs: Mapping[int, CallLog], folder: Path) -> list[int]:
     # Of these ranks all calls are known.
     whole = {rank for rank, log in by_rank.items() if len(log.calls) < NUM_RECORDS}
     firsts = _firsts(calls, whole)
-    try:
+    with file_errors(ConfigError, f"--flight {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise ConfigError(f"--flight {folder}: is not empty; choose a new folder")
@@ -88,8 +88,6 @@ def write_flight(logs: Mapping[int, CallLog], folder: Path) -> list[int]:
             kept = [(g, call) for g, call in own if g in firsts and call.number >= firsts[g]]
             with replacing_binary(folder / f"{PREFIX}{rank}") as file:
                 pickle.dump(_dump(rank, world, kept), file, protocol=2)
-    except OSError as error:
-        raise ConfigError(f"--flight {folder}: cannot be written: {error.strerror}") from None
     return [rank for rank in range(size) if rank not in by_rank]
 
 

@@ -6,29 +6,23 @@ import errno
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from lockstep.config.files import open_regular, open_to_read, replacing_binary
 from lockstep.engine.events import PICTURES, Event, Logged, RunStarted, picture_path
-from lockstep.errors import RunDirectoryError
+from lockstep.errors import RunDirectoryError, file_errors
 from lockstep.observe.sink import Sink
 
 
-@contextmanager
-def opening(path: Path) -> Iterator[None]:
+def opening(path: Path) -> AbstractContextManager[None]:
     """Turns an error while `path` is opened into one clear message.
 
     Raises:
         RunDirectoryError: the file cannot be created, read or written.
     """
-    try:
-        yield
-    except OSError as error:
-        raise RunDirectoryError(
-            f"{path}: cannot be opened for writing: {error.strerror or error}; "
-            "make its directory writable or choose another run directory"
-        ) from error
+    advice = "make its directory writable or choose another run directory"
+    return file_errors(RunDirectoryError, path, "opened for writing", advice)
 
 
 def end_of_rows(path: Path) -> int:

@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from lockstep.config.files import MAX_TEXT_BYTES, open_to_read
 from lockstep.config.parsing import parse_object, shown
 from lockstep.engine.events import Evaluated, Event, Logged, RunStarted, StepDone
-from lockstep.errors import RunDirectoryError
+from lockstep.errors import RunDirectoryError, file_errors
 from lockstep.observe.sink import Sink
 from lockstep.observe.storing.files import AppendFile, end_of_rows, opening
 from lockstep.observe.storing.metrics_csv import RepeatCounts
@@ -287,12 +287,8 @@ def _newest(path: Path, file: BinaryIO | None) -> BinaryIO | None:
     return file
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RunDirectoryError(f"{path}: cannot be read: {error.strerror or error}") from error
+def _reading(path: Path) -> AbstractContextManager[None]:
+    return file_errors(RunDirectoryError, path, "read")
 
 
 def _whole_lines(file: BinaryIO, path: Path, start: int = 0) -> Iterator[bytes]:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from lockstep.config import load
 from lockstep.config.files import replacing, replacing_binary
-from lockstep.config.parsing import parse_int
+from lockstep.config.parsing import option_numbers, parse_int
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.events import RunStarted, StepDone
 from lockstep.engine.snapshot.restore import find_snapshot
-from lockstep.errors import CheckpointError, ConfigError
+from lockstep.errors import CheckpointError, ConfigError, file_errors
 from lockstep.launching.api.trained import restored
 from lockstep.observe import event_from_row, read_events
 from lockstep.observe.figures import new_figure, picture_path, save
@@ -165,7 +165,7 @@ def export(run_dir: Path, output: Path | None, which: str) -> list[str]:
         raise ConfigError(f"--output {path}: must end in .npz")
     angles = model.angles.detach().flatten(1).numpy()
     log = path.with_suffix(".csv")
-    try:
+    with file_errors(ConfigError, f"--output {path}"):
         with replacing_binary(path) as file:
             np.savez(
                 file,
@@ -180,8 +180,6 @@ def export(run_dir: Path, output: Path | None, which: str) -> list[str]:
         rows = training_log(read_events(run_dir / "events.jsonl"))
         with replacing(log) as text:
             text.write(rows)
-    except OSError as error:
-        raise ConfigError(f"--output {path}: cannot be written: {error.strerror}") from error
     return [str(path), str(log)]
 
 
@@ -274,8 +272,8 @@ def plateau(
     if ansatz == "idle":
         raise ConfigError("--ansatz idle: has no parameter, so no gradient")
     make = ANSAETZE[_one_of(ansatz)]
-    sizes = _numbers("--qubits", qubits, _MAX_QUBITS)
-    depths = _numbers("--layers", layers, _MAX_LAYERS)
+    sizes = option_numbers("--qubits", qubits, _MAX_QUBITS)
+    depths = option_numbers("--layers", layers, _MAX_LAYERS)
     figure = None if plot is None else _figure(plot, f"variance of gradients, {ansatz}", 6)
 
     def variance(n: int, depth: int) -> float:
@@ -310,7 +308,7 @@ def express(
     """
     chosen = ANSAETZE if ansaetze == "all" else map(_one_of, ansaetze.split(","))
     names = list(dict.fromkeys(chosen))
-    depths = _numbers("--layers", layers, _MAX_LAYERS)
+    depths = option_numbers("--layers", layers, _MAX_LAYERS)
     figure = None if plot is None else _figure(plot, f"ansätze on {qubits} qubits", 9)
     lines = [f"{qubits} qubits; KL: divergence from Haar (0 is most expressive); Q: entanglement"]
     width = max(map(len, names))
@@ -374,18 +372,3 @@ def _one_of(name: str) -> str:
     if name not in ANSAETZE:
         raise ConfigError(f"ansatz {name!r}: there is none; choose from {', '.join(ANSAETZE)}")
     return name
-
-
-def _numbers(option: str, text: str, most: int) -> list[int]:
-    """The integers of a list with commas, sorted.
-
-    Raises:
-        ConfigError: it is not such a list, or one is not from 1 to `most`.
-    """
-    try:
-        return sorted({parse_int(part, least=1, most=most) for part in text.split(",")})
-    except ValueError as error:
-        raise ConfigError(
-            f"{option} {text!r}: must be integers from 1 to {most:,} with commas between them: "
-            f"{error}"
-        ) from None

@@ -21,7 +21,7 @@ from lockstep.engine.evaluation.batches import evaluated_splits
 from lockstep.engine.evaluation.evaluation import evaluations
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.task import Task
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import ConfigError, DataError, file_errors
 from lockstep.launching.api.trained import load
 from lockstep.launching.rank.environment import detect
 from lockstep.launching.rank.process import num_threads
@@ -323,14 +323,12 @@ def _report(
 
 def _write(folder: Path, report: dict[str, Any], model: nn.Module) -> list[str]:
     paths = [folder / name for name in ("sketch.json", "sketch.png", "model.safetensors")]
-    try:
+    with file_errors(ConfigError, f"--output {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(paths[0]) as text:
             text.write(json.dumps(report, indent=1) + "\n")
         with replacing_binary(paths[2]) as file:
             state = {name: t.contiguous().clone() for name, t in model.state_dict().items()}
             file.write(save(state))
-    except OSError as error:
-        raise ConfigError(f"--output {folder}: cannot be written: {error.strerror}") from error
     draw(report, paths[1])
     return [f"wrote {path}" for path in paths]

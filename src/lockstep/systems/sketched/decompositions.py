@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, needing
 from lockstep.systems.sketched.module import check_floats, check_positive
 from lockstep.systems.sketched.products import Fused, SignKey, hashed, out_of_sketch, sign_matrix
 
@@ -165,12 +165,8 @@ def _sparse_sketch(matrix: Tensor, oversampling: float, nonzeros: int, seed: int
 
 def _pivoted(sketch: Tensor) -> tuple[Tensor, Tensor]:
     """R and the pivots of the QR of the small sketch; torch has no QR with pivoting."""
-    try:
+    with needing("sketch", "QR with pivoting needs SciPy"):
         from scipy.linalg import qr
-    except ImportError as error:
-        raise ConfigError(
-            'QR with pivoting needs SciPy: pip install "lockstep-train[sketch]"'
-        ) from error
     R, pivots = qr(sketch.cpu().numpy(), mode="r", pivoting=True)
     on = sketch.device
     size = min(sketch.shape)

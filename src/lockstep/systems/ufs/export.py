@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import DataError
+from lockstep.errors import DataError, file_errors
 from lockstep.systems.ufs.fields.grids import filled
 from lockstep.systems.ufs.fields.rows import Rows
 from lockstep.systems.ufs.fields.scenes import Moment
@@ -128,13 +128,11 @@ def export_net(
     trial = _trial(net)
     paths = [folder / TORCHSCRIPT, folder / EXPORTED, folder / METADATA, folder / CPP]
     text = json.dumps(metadata, indent=1) + "\n"
-    try:
+    with file_errors(DataError, folder):
         _write(paths[0], lambda path: _script(emulator, path))
         _write(paths[1], lambda path: _program(emulator, trial, path))
         _write(paths[2], lambda path: path.write_text(text, encoding="utf-8"))
         shutil.copytree(Path(__file__).with_name("cpp"), paths[3], dirs_exist_ok=True)
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be written: {error.strerror or error}") from error
     for path, load in ((paths[0], load_script), (paths[1], load_program)):
         predicted, wanted = load(path)(trial), net.predict(trial)
         if not torch.allclose(predicted, wanted, rtol=_TOLERANCE, atol=_TOLERANCE):

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.data.workers import share_out
-from lockstep.errors import DataError
+from lockstep.errors import DataError, file_errors
 from lockstep.systems.ufs.fields.variables import (
     DEFAULT_INPUTS,
     KELVIN,
@@ -249,7 +249,7 @@ def write_synthetic(
     if seed < 0:
         raise DataError(f"seed {seed}: must be at least 0")
     written = []
-    try:
+    with file_errors(DataError, folder):
         folder.mkdir(parents=True, exist_ok=True)
         for time in range(num_times):
             content = snapshot(num_latitudes, num_longitudes, time, seed)
@@ -258,8 +258,6 @@ def write_synthetic(
             for kind, stem in (("atmosphere", "atm"), ("ocean", "ocn")):
                 written.append(folder / f"{stem}.{time:03}.nc")
                 _cf_file(written[-1], kind, content)
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be written: {error.strerror or error}") from error
     return written
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from rich.table import Table
 
 from lockstep.cli.clusters.plan.measuring import Measuring, measure
 from lockstep.cli.options import check_writable, shown_status
-from lockstep.config.parsing import parse_int
+from lockstep.config.parsing import option_numbers
 from lockstep.errors import ConfigError
 from lockstep.launching.host.processes import usable_cores
 from lockstep.launching.start import choose_launcher
@@ -152,7 +151,9 @@ def plan(target: str, overrides: Sequence[str], options: Options, console: Conso
     Raises:
         LockstepError: an option cannot be used, or the task cannot be trained.
     """
-    numbers = _numbers(options.ranks)
+    numbers = tuple(option_numbers("--ranks", options.ranks, _MOST_RANKS))
+    if len(numbers) > _MOST_NUMBERS:
+        raise ConfigError(f"--ranks {options.ranks}: must be {_MOST_NUMBERS} numbers at most")
     launcher = choose_launcher(options.launcher, max(2, *numbers))
     with fork_server(launcher, target) as server:
         measuring = _measuring(target, overrides, options, numbers, launcher, server)
@@ -228,15 +229,3 @@ def _measuring(
         rounds=options.rounds,
         server=server,
     )
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    found: list[int] = []
-    with suppress(ValueError):
-        found = [parse_int(part.strip(), least=1, most=_MOST_RANKS) for part in text.split(",")]
-    if not 1 <= len(found) <= _MOST_NUMBERS:
-        raise ConfigError(
-            f"--ranks {text}: must be numbers of ranks from 1 to {_MOST_RANKS:,} with commas "
-            f"between them, at most {_MOST_NUMBERS}"
-        )
-    return tuple(sorted(set(found)))

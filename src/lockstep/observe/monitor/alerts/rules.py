@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from lockstep.config.files import read_text
-from lockstep.config.parsing import parse_yaml, shown
+from lockstep.config.parsing import shown
+from lockstep.config.reading import read_keys
 from lockstep.config.section import Section, explain
 from lockstep.errors import ConfigError
 
@@ -177,15 +177,7 @@ def read_rules(path: Path) -> Rules:
         ConfigError: it cannot be read, is not YAML, or does not fit; each problem is a line.
     """
     try:
-        values = parse_yaml(read_text(path, follow_links=True))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except ValueError as error:  # of bytes that are no UTF-8 too
-        raise ConfigError(f"{path}: is not valid YAML: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: must hold the key rules, holds a {type(values).__name__}")
-    try:
-        return Rules.model_validate(values)
+        return Rules.model_validate(read_keys(path))
     except ValidationError as error:
         lines = [_explained(problem, str(path)) for problem in error.errors()]
         raise ConfigError("\n".join(lines)) from None

@@ -16,7 +16,7 @@ from lockstep.config.files import open_to_read, read_text
 from lockstep.config.parsing import parse_object
 from lockstep.engine import events
 from lockstep.engine.checkpoint.listing import folders, step_of
-from lockstep.errors import RunDirectoryError
+from lockstep.errors import RunDirectoryError, file_errors
 from lockstep.observe import text
 from lockstep.observe.reading.diagnosis.facts import Calls
 from lockstep.observe.reading.diagnosis.verdict import causes, healthy
@@ -144,14 +144,11 @@ def read_log(run_dir: Path, name: str) -> dict[str, Any]:
     if name not in log_names(run_dir):
         raise RunDirectoryError("there is no such log")
     path = run_dir / name
-    try:
-        with open_to_read(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            start = max(0, size - _TAIL_BYTES)
-            file.seek(start)
-            data = file.read(_TAIL_BYTES)
-    except OSError as error:
-        raise RunDirectoryError(f"{path}: cannot be read: {error.strerror or error}") from None
+    with file_errors(RunDirectoryError, path, "read"), open_to_read(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        start = max(0, size - _TAIL_BYTES)
+        file.seek(start)
+        data = file.read(_TAIL_BYTES)
     if start:
         data = data.partition(b"\n")[2] or data
     return {"name": name, "size": size, "is_cut": start > 0, "text": data.decode(errors="replace")}

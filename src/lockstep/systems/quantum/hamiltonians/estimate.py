@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, needing
 from lockstep.systems.quantum.circuits.angles import as_integer
 from lockstep.systems.quantum.hamiltonians.grouping import Group, commuting_groups
 from lockstep.systems.quantum.hamiltonians.operator import (
@@ -54,12 +54,8 @@ def lowest_energies(hamiltonian: PauliSum | PauliOperator, count: int = 1) -> Te
         every: Tensor = torch.linalg.eigvalsh(PauliOperator(terms, num_qubits).matrix())
         return every[:count]
     check_fits(f"lowest energies of {num_qubits} qubits", _VECTORS * 16 << num_qubits)
-    try:
+    with needing("quantum", "lowest energies beyond 8 qubits need SciPy"):
         from scipy.sparse.linalg import ArpackError, LinearOperator, eigsh
-    except ImportError as error:
-        raise ConfigError(
-            'lowest energies beyond 8 qubits need SciPy: pip install "lockstep-train[quantum]"'
-        ) from error
     size = 1 << num_qubits
     start = np.random.Generator(np.random.Philox(key=0)).standard_normal(size)
     acting = LinearOperator((size, size), matvec=_Acting(terms), dtype=np.complex128)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, needing
 from lockstep.systems.quantum.circuits.angles import Angle, AnyAngle, Expression, written
 from lockstep.systems.quantum.circuits.circuit import MAX_QUBITS, Circuit, Gate
 from lockstep.systems.quantum.interop.qiskit_reader import (
@@ -81,14 +81,10 @@ def _version_2(text: str, code: str) -> tuple[Any, list[Any]]:
 
 
 def _version_3(text: str) -> tuple[Any, list[Any]]:
-    try:
+    with needing("quantum", "OpenQASM 3 needs its reader"):
         import openqasm3
 
         from lockstep.systems.quantum.interop.qasm_visitor import Visitor
-    except ImportError as error:
-        raise ConfigError(
-            'OpenQASM 3 needs its reader: pip install "lockstep-train[quantum]"'
-        ) from error
 
     printed = io.StringIO()
     try:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, needing
 from lockstep.systems.quantum.circuits.angles import (
     FUNCTIONS,
     Angle,
@@ -150,14 +150,10 @@ def import_qiskit() -> Any:
     Raises:
         ConfigError: it is not installed.
     """
-    try:
+    with needing("quantum", "circuits of other libraries need Qiskit"):
         import qiskit
         import qiskit.circuit
         import qiskit.qasm2
-    except ImportError as error:
-        raise ConfigError(
-            'circuits of other libraries need Qiskit: pip install "lockstep-train[quantum]"'
-        ) from error
     return qiskit
 
 

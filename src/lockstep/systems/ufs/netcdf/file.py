@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.errors import DataError, LockstepError, needing
 from lockstep.systems.ufs.fields.variables import accepted, spelt
 from lockstep.systems.ufs.netcdf.decode import (
     KEYS,
@@ -314,12 +314,8 @@ def netcdf4() -> Any:
     Raises:
         ConfigError: it is not installed.
     """
-    try:
+    with needing("ufs", "NetCDF files need the netCDF4 package"):
         import netCDF4
-    except ImportError as error:
-        raise ConfigError(
-            'NetCDF files need the netCDF4 package: pip install "lockstep-train[ufs]"'
-        ) from error
     return netCDF4
 
 

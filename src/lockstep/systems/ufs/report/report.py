@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from lockstep.config.files import replacing
-from lockstep.errors import DataError
+from lockstep.errors import DataError, file_errors
 from lockstep.systems.ufs.fields.grids import REGIONS
 from lockstep.systems.ufs.fields.rows import Rows, joined
 from lockstep.systems.ufs.fields.variables import VARIABLES
@@ -124,11 +124,8 @@ class Report:
                 self._true[:, 0], self._predicted[:, 0], scores[name]["global"], ranking,
             )
         )  # fmt: skip
-        try:
-            with replacing(folder / "report.json") as file:
-                json.dump(_finite(summary), file, indent=1)
-        except OSError as error:
-            raise DataError(f"{folder}: cannot be written: {error.strerror or error}") from error
+        with file_errors(DataError, folder), replacing(folder / "report.json") as file:
+            json.dump(_finite(summary), file, indent=1)
         remarks = [
             line for name, t in skills.items() for line in lines(name, t, [*self._baselines])
         ]
