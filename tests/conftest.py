@@ -153,6 +153,11 @@ def ranks(tmp_path):
     return call
 
 
+def slow(*values):
+    """A case of `pytest.mark.parametrize` for the slow tests only."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def result(run_dir):
     """A run's result.json."""
     return json.loads((Path(run_dir) / "result.json").read_text())

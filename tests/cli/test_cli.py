@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from tests.conftest import result, run, target
+from tests.conftest import result, run, slow, target
 
 import lockstep as ls
 
@@ -37,7 +37,7 @@ def test_short_and_long_help(here, command):
 @pytest.mark.parametrize(
     ("closed", "num_ranks"),
     [
-        ("<&- >&- 2>&-", 1),
+        pytest.param("<&- >&- 2>&-", 1, marks=pytest.mark.slow),
         *(
             pytest.param(closed, num, marks=pytest.mark.slow)
             for closed in ("<&-", ">&-")
@@ -111,7 +111,7 @@ def errors(done):
     return [line for line in done.stdout.splitlines() if "warning: " not in line]
 
 
-@pytest.mark.parametrize("num_ranks", ["1", "2"])
+@pytest.mark.parametrize("num_ranks", [slow("1"), "2"])
 def test_quiet_is_one_line(lockstep, tmp_path, num_ranks):
     arguments = ("-n", num_ranks, "--quiet")
     done = lockstep("train", target(), "--run-dir", "r", "steps=4", "stop_at_step=2", *arguments)
@@ -126,7 +126,7 @@ def test_quiet_is_one_line(lockstep, tmp_path, num_ranks):
     assert errors(done) == [expected]
 
 
-@pytest.mark.parametrize("num_ranks", ["1", "2"])
+@pytest.mark.parametrize("num_ranks", [slow("1"), "2"])
 def test_what_each_rank_does_is_shown_on_demand(lockstep, num_ranks):
     spent = r"^step 2: rank (\d+): compute \d+%  exchange \d+%  data \d+%  checkpoint \d+%"
     if num_ranks == "2":

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.conftest import slow
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lockstep.data.passes import is_stream, stream_length
@@ -81,7 +82,7 @@ def whole_batches(stream: Any, length: int | None, block: int, num_steps: int) -
 
 
 @pytest.mark.parametrize("kind", [Numbers, Seeking])
-@pytest.mark.parametrize("block", [0, 5, 8, 100])
+@pytest.mark.parametrize("block", [0, 5, slow(8), 100])
 @pytest.mark.parametrize("length", [23, None])
 @given(wanted=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 2)), min_size=1, max_size=8))
 @settings(deadline=None, max_examples=12)

@@ -1,6 +1,7 @@
 """Whatever the data are, the result depends on neither ranks nor interruptions."""
 
 import csv
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -36,9 +37,23 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("data")
 
 
+FEW = (
+    "plain", "hf", "epochs", "late-draws", "late-draws-workers", "stream-seeking",
+    "stream-not-seeking", "parts-state", "splits",
+)  # fmt: skip
+"""Those of the quick tests."""
+
+
 @pytest.fixture(scope="module")
 def alone(folder):
-    return printed(run([sys.executable, SCRIPT, "whole", folder], folder))
+    """What one process gets of all."""
+    (folder / "all").mkdir()
+    return printed(run([sys.executable, SCRIPT, "whole", folder / "all"], folder))
+
+
+@pytest.fixture(scope="module")
+def few(folder):
+    return printed(run([sys.executable, SCRIPT, "whole", folder, *FEW], folder))
 
 
 @pytest.mark.slow
@@ -51,10 +66,10 @@ def test_two_ranks_get_what_one_gets(ranks, folder, alone):
     assert found == {name: alone[name] for name in names}
 
 
-def test_what_is_drawn_late_and_by_some_ranks_only_is_the_same(ranks, folder, alone):
+def test_what_is_drawn_late_and_by_some_ranks_only_is_the_same(ranks, folder, few):
     names = ("late-draws", "late-draws-workers")
     found = printed(ranks("mpi", 2, SCRIPT, "whole", folder, *names))
-    assert found == {name: alone[name] for name in names}
+    assert found == {name: few[name] for name in names}
 
 
 @pytest.mark.slow
@@ -70,9 +85,9 @@ def test_three_ranks_go_on_in_the_middle_of_an_epoch_with_what_one_has_begun(ran
         }, name
 
 
-def test_all_validation_splits_are_evaluated_together(folder, alone):
+def test_all_validation_splits_are_evaluated_together(folder, few):
     names = {"val/loss", "val_shifted/loss", "test_shifted/loss"}
-    assert names <= alone["splits"][2].keys()
+    assert names <= few["splits"][2].keys()
     with (folder / "1-splits" / "metrics.csv").open() as file:
         rows = [(r["step"], r["split"], r["accuracy"]) for r in csv.DictReader(file)]
     shifted = {int(step): float(value) for step, split, value in rows if split == "val_shifted"}
@@ -84,11 +99,11 @@ def test_all_validation_splits_are_evaluated_together(folder, alone):
     assert hint == f"step_{best:08}"
 
 
-def test_a_checkpoint_is_evaluated_on_any_split_of_the_task(here, folder, alone):
+def test_a_checkpoint_is_evaluated_on_any_split_of_the_task(here, folder, few):
     run_dir = str(folder / "1-splits")
     done = here("eval", run_dir, "--split", "val_shifted")
     assert done.returncode == 0, done.stderr
-    accuracy = alone["splits"][2]["val_shifted/accuracy"]
+    accuracy = few["splits"][2]["val_shifted/accuracy"]
     assert f"accuracy         {accuracy:.6g}" in done.stdout
     done = here("eval", run_dir, "--split", "ood")
     assert done.returncode == 2
@@ -101,7 +116,7 @@ def test_a_stream_that_parts_from_the_others_is_found_at_a_checkpoint(lockstep):
     assert "step 3: dataset('train'): sample 40 of epoch 0 is another one on rank" in done.stderr
 
 
-def test_ranks_that_survive_a_loss_go_on_in_the_middle_of_a_batch(lockstep, tmp_path, alone):
+def test_ranks_that_survive_a_loss_go_on_in_the_middle_of_a_batch(lockstep, tmp_path, few):
     faults = [PlannedFault(0, 3, "compute"), PlannedFault(2, 7, "reduced")]
     done = lockstep(
         "train", f"{SCRIPT}:Slow", "-n", "4", "--run-dir", "lossy", *KEYS,
@@ -110,10 +125,10 @@ def test_ranks_that_survive_a_loss_go_on_in_the_middle_of_a_batch(lockstep, tmp_
     assert done.returncode == 0, done.stderr
     ended = result(tmp_path / "lossy")
     assert ended["world_size"] == 2
-    assert ended["params_sha256"] == alone["stream-not-seeking"][0]
+    assert ended["params_sha256"] == few["stream-not-seeking"][0]
 
 
-def test_parts_of_a_stream_are_read_by_the_ranks_of_their_microbatches(lockstep, tmp_path, alone):
+def test_parts_of_a_stream_are_read_by_the_ranks_of_their_microbatches(lockstep, tmp_path, few):
     """A rank reads as much as it computes, beside the beginnings that are tried at the start."""
     (tmp_path / "reads").mkdir()
     keys = (*KEYS, "data.stream_shards=8", "steps=121", "stop_at_step=120", "balance_every=0")
@@ -133,7 +148,7 @@ def test_parts_of_a_stream_are_read_by_the_ranks_of_their_microbatches(lockstep,
     assert len((tmp_path / "reads" / "0").read_text().splitlines()) - 16 < 140
 
 
-def test_parts_of_a_stream_move_with_their_microbatches(lockstep, tmp_path, alone):
+def test_parts_of_a_stream_move_with_their_microbatches(lockstep, tmp_path, few):
     faults = [PlannedFault(0, 3, "compute"), PlannedFault(2, 7, "places")]
     done = lockstep(
         "train", f"{SCRIPT}:InParts", "-n", "4", "--run-dir", "lossy", *KEYS,
@@ -143,7 +158,7 @@ def test_parts_of_a_stream_move_with_their_microbatches(lockstep, tmp_path, alon
     assert done.returncode == 0, done.stderr
     ended = result(tmp_path / "lossy")
     assert ended["world_size"] == 2
-    assert ended["params_sha256"] == alone["parts-state"][0]
+    assert ended["params_sha256"] == few["parts-state"][0]
 
 
 @pytest.mark.slow
@@ -166,10 +181,17 @@ def test_faults_of_all_kinds_while_parts_are_read_change_no_bit(lockstep):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+def check_all_differ(found):
+    for one, other in itertools.combinations(found, 2):
+        is_equal = found[one][0] == found[other][0]
+        assert is_equal == (frozenset({one, other}) in EQUAL), (one, other)
+
+
+@pytest.mark.slow
 def test_other_data_give_other_parameters(alone):
-    shas = {name: sha for name, (sha, _, _) in alone.items()}
-    for one in CASES:
-        for other in CASES:
-            if one < other:
-                is_equal = shas[one] == shas[other]
-                assert is_equal == (frozenset({one, other}) in EQUAL), (one, other)
+    assert [*alone] == [*CASES]
+    check_all_differ(alone)
+
+
+def test_a_few_other_data_give_other_parameters(few):
+    check_all_differ(few)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.conftest import result
+from tests.conftest import result, slow
 from tests.distributed.test_errors import refused
 
 TASKS = Path(__file__).with_name("state_tasks.py")
@@ -18,7 +18,7 @@ def train(lockstep):
     return call
 
 
-@pytest.mark.parametrize("keys", [(), ("mesh.pp=2",), ("sharding=optimizer",)])
+@pytest.mark.parametrize("keys", [(), ("mesh.pp=2",), slow(("sharding=optimizer",))])
 def test_state_that_begins_late_is_refused_on_all_ranks(train, keys):
     ended = train("Late", 2, *keys)
     refused(ended, "gave another result when it was repeated", "scratch = ('task.")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.conftest import result, run
+from tests.conftest import result, run, slow
 from tests.distributed.conftest import CONFIG, same
 
 from lockstep.engine.faults import PlannedFault, to_env
@@ -16,11 +16,6 @@ from lockstep.observe import read_events
 TASK = str(Path(__file__).parent / "hosted_tasks.py") + ":Hosted"
 KEYS = ("steps=12", "num_microbatches=7", "checkpoint.every=100", "log_every=1")
 SMALL, LARGE = (), ("wide=6000",)
-
-
-def slow(*values):
-    """A parameter for the long test run alone."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")

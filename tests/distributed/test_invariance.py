@@ -1,5 +1,6 @@
 """The final parameters, and all metrics, do not depend on who computed them."""
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -26,12 +27,29 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("matrix")
 
 
-@pytest.fixture(scope="module")
-def alone(folder):
+FEW = (
+    "plain", "user", "user-sharded", "sgd-momentum", "float64", "one-microbatch", "recompute",
+    "early-stopping",
+)  # fmt: skip
+"""Those of the quick tests."""
+
+
+def by_one_process(folder, *names):
     """What one process without any launcher gets."""
-    done = run([sys.executable, MATRIX, folder], folder)
+    folder.mkdir()
+    done = run([sys.executable, MATRIX, folder, *names], folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1].removeprefix("RESULT "))
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    return by_one_process(folder / "all")
+
+
+@pytest.fixture(scope="module")
+def few(folder):
+    return by_one_process(folder / "few", *FEW)
 
 
 @pytest.mark.parametrize(
@@ -50,24 +68,32 @@ def test_same_bits_on_any_number_of_ranks(ranks, folder, alone, launcher, num_ra
     assert {n: found[n] for n in names} == {n: alone[n] for n in names}
 
 
-def test_configs_that_must_differ_do(alone):
-    hashes = [alone[name][0] for name in CASES]
+def check_all_differ(found):
     equal = {("user", "user-sharded"), ("groups", "groups-sharded"), ("plain", "recompute")}
     equal |= {
         ("teacher", "teacher-sharded"),
         ("augment", "augment-workers"),
         ("sliced", "sliced-sharded"),
     }
-    for i, first in enumerate(CASES):
-        for j, second in enumerate(CASES):
-            if i < j:
-                assert (hashes[i] == hashes[j]) == ((first, second) in equal), (first, second)
+    for first, second in itertools.combinations(found, 2):
+        is_equal = found[first][0] == found[second][0]
+        assert is_equal == ((first, second) in equal), (first, second)
 
 
-def test_early_stopping_ended_the_run_early(alone):
-    assert alone["early-stopping"][1] < 40
+@pytest.mark.slow
+def test_configs_that_must_differ_do(alone):
+    assert [*alone] == [*CASES]
+    check_all_differ(alone)
 
 
-def test_more_ranks_than_microbatches_leave_spares(ranks, tmp_path, alone):
+def test_a_few_configs_that_must_differ_do(few):
+    check_all_differ(few)
+
+
+def test_early_stopping_ended_the_run_early(few):
+    assert few["early-stopping"][1] < 40
+
+
+def test_more_ranks_than_microbatches_leave_spares(ranks, tmp_path, few):
     found = train_all(ranks, tmp_path, "mpi", 3, "one-microbatch")
-    assert found["one-microbatch"] == alone["one-microbatch"]
+    assert found["one-microbatch"] == few["one-microbatch"]

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.conftest import environment, result, target
+from tests.conftest import environment, result, slow, target
 
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
@@ -24,11 +24,6 @@ CONFIG = (
     f"steps={STEPS}", "batch_size=64", "eval_every=6", "checkpoint.every=5", "checkpoint.keep=9",
     "log_every=1", "model=cnn", "hang_timeout_s=1.5", "digest_every=7",
 )  # fmt: skip
-
-
-def slow(*values):
-    """A parameter for the long test run alone."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 ALWAYS = pytest.mark.parametrize("launcher", ["mpi", "local"])

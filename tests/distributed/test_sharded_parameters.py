@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.conftest import result
+from tests.conftest import result, slow
 from tests.distributed.conftest import CONFIG, check_joiners, same
 
 from lockstep.engine.faults import PlannedFault
@@ -161,7 +161,7 @@ def test_hooks_run_beside_parameters_in_slices(train_on, reference, tmp_path):
 @pytest.mark.parametrize(
     ("task", "key", "words"),
     [
-        ("Twice", PARAMETERS, "Task.loss or Task.evaluate calls the model twice"),
+        slow("Twice", PARAMETERS, "Task.loss or Task.evaluate calls the model twice"),
         ("Around", PARAMETERS, "did not call the model it was given, which is in slices"),
         pytest.param(
             "Early",

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.conftest import result, run, target
+from tests.conftest import result, run, slow, target
 from tests.distributed.conftest import same
 
 from lockstep.engine.faults import PlannedFault, to_env
@@ -12,11 +12,6 @@ from lockstep.observe import read_events
 
 TASK = str(Path(__file__).parent / "sliced_tasks.py") + ":Sliced"
 KEYS = ("wide=6000", "steps=10", "checkpoint.every=100", "log_every=1")
-
-
-def slow(*values):
-    """A parameter for the long test run alone."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")

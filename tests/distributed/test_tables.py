@@ -177,7 +177,12 @@ def test_a_trained_table_is_loaded_and_evaluated(lockstep, reference_dir):
             "After", (), "the rows are with their ranks while a run goes on", marks=pytest.mark.slow
         ),
         ("Look", ("evil=evaluates",), "a batch that cannot be evaluated"),
-        ("InBlocks", ("evil=evaluates", "sharding=parameters"), "a batch that cannot be evaluated"),
+        pytest.param(
+            "InBlocks",
+            ("evil=evaluates", "sharding=parameters"),
+            "a batch that cannot be evaluated",
+            marks=pytest.mark.slow,
+        ),
         ("Look", ("evil=infinite",), "not the gradient of users"),
     ],
 )

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from tests.conftest import slow
 from tests.distributed.conftest import check_joiners, same
 
 from lockstep.engine.faults import PlannedFault
@@ -181,7 +182,9 @@ READS = "run.model.state_dict()['up.weight'].sum()"
     ("first_only", "moment", "expression", "words"),
     [
         (True, EVALUATED, CALLS, "Looks.after_evaluation: calls the model, whose shards are on"),
-        (False, "on_start(self, run)", CALLS, "Looks.on_start: calls the model, whose shards are"),
+        slow(
+            False, "on_start(self, run)", CALLS, "Looks.on_start: calls the model, whose shards are"
+        ),
         (True, EVALUATED, READS, "state_dict: up.weight lies on other ranks"),
         (False, EVALUATED, CALLS, None),
     ],

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.conftest import environment, result
+from tests.conftest import environment, result, slow
 
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 REASONS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
@@ -96,7 +96,7 @@ def test_a_signal_in_the_first_second_has_its_code_and_a_line(tmp_path, launcher
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("signum", [signal.SIGINT, slow(signal.SIGHUP)])
 def test_a_second_signal_does_not_change_the_code(tmp_path, signum):
     process = started(tmp_path, *LAUNCHERS["mpi"])
     wait_for_a_step(tmp_path, process)

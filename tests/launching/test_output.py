@@ -14,7 +14,7 @@ import termios
 import time
 
 import pytest
-from tests.conftest import environment, result, target
+from tests.conftest import environment, result, slow, target
 
 from lockstep.launching.job.commands import mpirun_command
 
@@ -22,7 +22,7 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 SHORT = ("steps=6", "eval_every=2")
 
 
-@pytest.mark.parametrize("launcher", ["python", "local", "mpi", "torchrun"])
+@pytest.mark.parametrize("launcher", [slow("python"), "local", "mpi", slow("torchrun")])
 def test_a_pipe_gets_plain_lines_of_at_most_80_columns(lockstep, tmp_path, launcher):
     ranks = "1" if launcher == "python" else "2"
     done = lockstep(
@@ -71,7 +71,7 @@ def _read(leader):
         return b""
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("ranks", [slow("1"), "2"])
 def test_after_an_interrupt_in_a_terminal_the_run_can_be_resumed_as_it_says(
     terminal, here, tmp_path, ranks
 ):

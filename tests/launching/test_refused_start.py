@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 
 import pytest
-from tests.conftest import result
+from tests.conftest import result, slow
 
 LAUNCHERS = {"python": (), "local": ("-n", "2", "--launcher", "local"), "mpi": ("-n", "2")}
 
@@ -80,7 +80,7 @@ def test_a_refused_start_changes_no_file_of_the_run(fit, lockstep, tmp_path, lau
 
 @pytest.mark.parametrize(
     ("launcher", "fails"),
-    [("python", "loss"), ("python", "data"), ("local", "model"), ("mpi", "loss")],
+    [("python", "loss"), slow("python", "data"), ("local", "model"), ("mpi", "loss")],
 )
 def test_a_failed_start_leaves_nothing_and_holds_no_directory(fit, tmp_path, launcher, fails):
     more = LAUNCHERS[launcher]

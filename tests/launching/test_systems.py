@@ -110,15 +110,21 @@ class Line(ls.Task):
 '''
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that the package was built and installed into."""
+@pytest.fixture(params=["written", pytest.param("built", marks=pytest.mark.slow)])
+def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the package was installed into: by pip, or as pip would write it."""
     folder = tmp_path_factory.mktemp("package")
     package = folder / "source" / "line_system"
     package.mkdir(parents=True)
-    (package.parent / "pyproject.toml").write_text(PROJECT)
     for name, text in {"__init__": FACE, "cli": COMMANDS, "task": TASK}.items():
         (package / f"{name}.py").write_text(text)
+    if request.param == "written":
+        about = package.parent / "line_system-1.0.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: line-system\nVersion: 1.0\n")
+        (about / "entry_points.txt").write_text("[lockstep.systems]\nline = line_system:SYSTEM\n")
+        return package.parent
+    (package.parent / "pyproject.toml").write_text(PROJECT)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
     where = folder / "site"
     subprocess.run(

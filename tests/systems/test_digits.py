@@ -74,7 +74,9 @@ def train_by_hand(task: Digits) -> float:
     return float(task.evaluate(model, tensors(task, "test")).metrics["accuracy"][0]) / 180
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", [m if m == "mlp" else pytest.param(m, marks=pytest.mark.slow) for m in MODELS]
+)
 def test_half_the_default_epochs_reach_97_percent(model: str) -> None:
     epochs = DigitsConfig().epochs // 2
     assert train_by_hand(digits(model=model, epochs=epochs)) >= 0.97

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.conftest import slow
 from tests.launching.api.test_train import Line, config
 
 import lockstep as ls
@@ -189,7 +190,7 @@ def test_refusals(tmp_path: Path, hook: Any, kind: type[Exception], message: str
         train(with_hooks(lambda: [hook()]), tmp_path, epochs=3)
 
 
-@pytest.mark.parametrize("every", [3, 10, 25, 120])  # an epoch has four steps
+@pytest.mark.parametrize("every", [3, slow(10), slow(25), 120])  # an epoch has four steps
 def test_state_that_changes_now_and_then_is_found(tmp_path: Path, every: int) -> None:
     class CountsSome(Forgets):
         def after_step(self, run: ls.Run) -> None:

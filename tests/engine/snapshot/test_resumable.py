@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from tests.conftest import slow
 from tests.distributed.tasks import Everything, EverythingConfig
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -239,8 +240,8 @@ def test_a_tensor_that_cannot_be_is_named(
     assert reason in refusal(folder)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["sgd", "adam"])
+@pytest.mark.parametrize("dtype", ["float32", slow("float64")])
+@pytest.mark.parametrize("name", [slow("sgd"), "adam"])
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("keys", [{}, {"dtype": "fp16", "growth_interval": 2}])
 def test_what_is_written_can_be_resumed(
@@ -308,13 +309,16 @@ def test_every_optimizer_of_torch_can_be_resumed(tmp_path: Path, make: Any) -> N
     assert whole.params_sha256 == straight.params_sha256
 
 
-@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
-def test_optimizers_of_the_config_can_be_resumed(tmp_path: Path, name: str, sharded: bool) -> None:
-    keys = {"optimizer": OptimizerConfig.model_validate({"name": name, "sharded": sharded})}
-    straight = trained(tmp_path / "straight", **keys)
-    trained(tmp_path / "run", stop_at_step=2, **keys)
-    assert trained(tmp_path / "run", resume=True, **keys).params_sha256 == straight.params_sha256
+def test_optimizers_of_the_config_can_be_resumed(tmp_path: Path, name: str) -> None:
+    def ended(folder: str, sharded: bool, resume: bool = False, **keys: Any) -> str:
+        optimizer = OptimizerConfig.model_validate({"name": name, "sharded": sharded})
+        return trained(tmp_path / folder, resume, optimizer=optimizer, **keys).params_sha256
+
+    straight = ended("straight", False)
+    for folder, sharded in (("whole", False), ("sharded", True)):
+        ended(folder, sharded, stop_at_step=2)
+        assert ended(folder, sharded, resume=True) == straight, folder
 
 
 class Scheduling(Own):

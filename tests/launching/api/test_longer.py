@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import result
+from tests.conftest import result, slow
 from tests.launching.api import longer_tasks
 
 import lockstep as ls
@@ -154,7 +154,7 @@ def test_a_script_goes_on_by_the_command(here: Any, tmp_path: Path) -> None:
     assert result(tmp_path / "one")["params_sha256"] == result(tmp_path / "other")["params_sha256"]
 
 
-@pytest.mark.parametrize("keys", [{"steps": 11}, {"epochs": 1}], ids=str)
+@pytest.mark.parametrize("keys", [{"steps": 11}, slow({"epochs": 1})], ids=str)
 def test_less_than_was_done_is_refused(tmp_path: Path, keys: dict[str, Any]) -> None:
     trained(tmp_path)
     with pytest.raises(ConfigError, match=r"the run has done 12; give more"):
@@ -167,11 +167,11 @@ def test_less_than_was_done_is_refused(tmp_path: Path, keys: dict[str, Any]) -> 
     ("name", "keys", "reason"),
     [
         ("Line", {"schedule": {"name": "cosine"}}, "step 1 would have had another"),
-        ("Line", {"schedule": {"name": "onecycle"}}, "learning rate depends"),
-        ("Line", {"schedule": {"name": "linear", "warmup_steps": 6}}, "step 7 would"),
+        slow("Line", {"schedule": {"name": "onecycle"}}, "learning rate depends"),
+        slow("Line", {"schedule": {"name": "linear", "warmup_steps": 6}}, "step 7 would"),
         ("OwnRate", {}, "learning rate depends on where the run ends"),
         ("Line", {"how": "build"}, "has read the whole config"),
-        ("Line", {"how": "compare"}, "has read the whole config"),
+        slow("Line", {"how": "compare"}, "has read the whole config"),
         ("Line", {"how": "late"}, r"has read config\.epochs"),
         ("Line", {"how": "look"}, r"has read run\.total_steps"),
         ("Line", {"how": "count", "eval_every": 5}, "Count.after_evaluation has seen"),

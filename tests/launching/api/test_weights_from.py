@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from tests.conftest import result
+from tests.conftest import result, slow
 from tests.distributed.conftest import CONFIG
 from tests.launching.api import longer_tasks
 from tests.launching.api.longer_tasks import Line, LineConfig
@@ -119,8 +119,8 @@ def test_same_bits_on_any_ranks_interrupted_and_without_the_source(
     ("words", "is_gone"),
     [
         (("weights_from.path=copy",), True),
-        (("weights_from.path=copy/latest",), False),
-        (("--from", "copy"), True),
+        slow(("weights_from.path=copy/latest",), False),
+        slow(("--from", "copy"), True),
         (("--from", "copy/latest"), False),
     ],
 )

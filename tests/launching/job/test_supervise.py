@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import environment
+from tests.conftest import environment, slow
 
 from lockstep.errors import LaunchError, LockstepError, RunDirectoryError
 from lockstep.launching.api import Session
@@ -112,7 +112,7 @@ class Stopper:
 @pytest.mark.parametrize(
     ("kind", "ranks", "signum"),
     [
-        ("python", 1, signal.SIGTERM),
+        slow("python", 1, signal.SIGTERM),
         pytest.param("local", 2, signal.SIGINT, marks=pytest.mark.slow),
         ("mpi", 2, signal.SIGINT),
         pytest.param("torchrun", 2, signal.SIGINT, marks=pytest.mark.slow),

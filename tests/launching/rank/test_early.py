@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.conftest import slow
 
 from lockstep.config import TrainConfig
 from lockstep.errors import ConfigError
@@ -37,13 +38,13 @@ def one_line(done: subprocess.CompletedProcess[str]) -> None:
     [
         ("typer", "--help"),
         ("torch", "train digits"),
-        ("torch", "resume r"),
+        slow("torch", "resume r"),
         ("torch", "eval r"),
-        ("torch", "export r out"),
-        ("torch", "verify digits"),
-        ("torch", "chaos digits"),
-        ("torch", "slurm digits"),
-        ("torch", "doctor"),
+        slow("torch", "export r out"),
+        slow("torch", "verify digits"),
+        slow("torch", "chaos digits"),
+        slow("torch", "slurm digits"),
+        slow("torch", "doctor"),
         ("numpy", "data ufs-synthetic d"),
         ("torch", "quantum export r"),
     ],

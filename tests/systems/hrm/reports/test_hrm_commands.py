@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.conftest import slow
 
 from lockstep.systems.hrm.data.sudoku import Solver
 from lockstep.systems.hrm.data.sudoku_board import board_of
@@ -122,7 +123,9 @@ def test_bad_puzzles_are_one_message(here: Here, sudokus: Path) -> None:
         refused(here("hrm", "solve", str(sudokus), puzzle), message)
 
 
-@pytest.mark.parametrize(("command", "more"), [("solve", ("val:1",)), ("view", ()), ("eval", ())])
+@pytest.mark.parametrize(
+    ("command", "more"), [("solve", ("val:1",)), slow("view", ()), ("eval", ())]
+)
 def test_bad_runs_are_one_message(
     here: Here, sudokus: Path, tmp_path: Path, command: str, more: tuple[str, ...]
 ) -> None:

@@ -27,7 +27,7 @@ KEPT_BYTES = "lockstep.systems.quantum.simulation.statevector.KEPT_BYTES"
 
 @pytest.mark.parametrize("large", [1, 1 << 13])
 @given(circuits(), st.integers(1, 5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_states_are_those_of_the_definition(large: int, circuit: Circuit, max_targets: int) -> None:
     parameters = some_parameters(2, 3)
     with mock.patch.object(evolution, "_LARGE", large):  # what is large is multiplied one by one
@@ -37,7 +37,7 @@ def test_states_are_those_of_the_definition(large: int, circuit: Circuit, max_ta
 
 
 @given(circuits(most_qubits=3))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_gradients_are_those_of_finite_differences(circuit: Circuit) -> None:
     simulator = Simulator(circuit)
     parameters = some_parameters(2, 3).requires_grad_()
