@@ -132,6 +132,7 @@ class Messages:
     ) -> None:
         """Begin; see `exchange`."""
         self._comm, self._is_damaged = comm, is_damaged
+        self._tensors = send, recv  # MPI has addresses only
         self._requests: list[MPI.Request] = []
         self._thread: threading.Thread | None = None
         self._error: MPI.Exception | None = None
