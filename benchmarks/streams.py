@@ -1,0 +1,78 @@
+"""Streams in parts, beside everyone reading everything and beside DDP; writes a page of the docs.
+
+`docs/benchmarks/streams.md`; `--quick` shows that everything runs, and prints instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+
+from page import Section, command, number, page, ratio, write
+from peers.json_lines import BATCH, FEATURES, LINES, NUM_FILES, written
+from processes import Program, Result, Spread, alternate
+from run import DOCS, machine
+
+OURS, PEER = "stream_steps.py", "peers/json_ddp.py"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="just see that everything runs")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each program runs")
+    args = parser.parse_args()
+    facts = machine(("torch", "datasets", "mpi4py")) | {"command": command("streams")}
+    with tempfile.TemporaryDirectory() as folder:
+        sections = [measured(Path(folder), 1 if args.quick else args.rounds)]
+    text = page("Streams in parts", "streams", facts, sections)
+    if args.quick:
+        print(text)
+        return
+    write(DOCS, "streams", text, facts, sections)
+
+
+def measured(folder: Path, rounds: int) -> Section:
+    """Bytes that rank 0 reads, and samples per second."""
+    data = sum(Path(path).stat().st_size for path in written(folder))
+    lines, parts = (str(folder),), (str(folder), "--shards", str(NUM_FILES))
+    programs = [
+        Program("1 rank, every line", OURS, lines),
+        Program("1 rank, parts", OURS, parts),
+        Program("2 ranks, every line on both", OURS, lines, "mpirun", 2),
+        Program("2 ranks, parts", OURS, parts, "mpirun", 2),
+        Program("DDP, 1 rank", PEER, lines, "torchrun", 1),
+        Program("DDP, 2 ranks", PEER, lines, "torchrun", 2),
+    ]
+    results = alternate(programs, rounds)
+    section = Section(
+        "Bytes and samples per second",
+        f"{NUM_FILES} files of {LINES:,} JSON lines with {FEATURES} numbers each, a "
+        "`datasets.IterableDataset` that is read once, in the training process; a perceptron, "
+        f"global batches of {BATCH} samples, 8 microbatches. DDP over gloo, with "
+        "`split_dataset_by_node` and a DataLoader. Bytes are those of the lines that rank "
+        "0 reads, as a part of all; Lockstep reads the first lines of parts, to compare them at "
+        "the start, and those of the first microbatch, for its checks, more than once. "
+        "With every line on both ranks, each decodes all of them.",
+        ("", "bytes of rank 0 / all", "samples/s", "samples/s / DDP's"),
+        raw={**results, "bytes": data},
+    )
+    for name, found in results.items():
+        peer = results[f"DDP, {'2 ranks' if name.startswith(('2', 'DDP, 2')) else '1 rank'}"]
+        read = statistics.median(result["bytes"] for result in found) / data
+        cells = name, f"{read:.2f}", number(Spread.of(speeds(found)))
+        against = "" if found is peer else ratio(Spread.of_ratios(speeds(found), speeds(peer)))
+        section.rows.append((*cells, against))
+    part = statistics.median(r["bytes"] for r in results["2 ranks, parts"]) / data
+    section.at_most("bytes of one of 2 ranks ≤ 0.6 of the data", f"{part:.2f}", part <= 0.6)
+    return section
+
+
+def speeds(results: list[Result]) -> list[float]:
+    """Samples per second of each round."""
+    return [BATCH / result["step_s"] for result in results]
+
+
+if __name__ == "__main__":
+    main()
