@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ class Meeting:
         self._values: list[Any] = [None] * size
         pairs = list(itertools.product(range(size), repeat=2))
         self.messages = {pair: queue.SimpleQueue[Tensor]() for pair in pairs}
-        self.started = {pair: queue.SimpleQueue[Tensor]() for pair in pairs}
+        self.started = {pair: queue.SimpleQueue[tuple[int, Tensor]]() for pair in pairs}
 
     def swap(self, rank: int, value: Any) -> list[Any]:
         self._values[rank] = value
@@ -47,6 +48,8 @@ class ThreadTransport(AheadTransport):
         self.size = meeting.size
         self.calls: list[str] = []
         self._meeting = meeting
+        self._num_begun: Counter[tuple[str, int]] = Counter()
+        self._arrived: dict[tuple[int, int], Tensor] = {}
 
     def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> None:
         assert len(own) == counts[self.rank]
@@ -85,18 +88,31 @@ class ThreadTransport(AheadTransport):
         send_offsets: Sequence[int],
         recv: Tensor,
         recv_counts: Sequence[int],
-    ) -> dict[int, Tensor]:
-        parts = dict(enumerate(torch.split(recv, list(recv_counts))))
-        del parts[self.rank]
-        for rank, part in parts.items():
+    ) -> dict[tuple[int, int], Tensor]:
+        coming = {}
+        for rank, part in enumerate(torch.split(recv, list(recv_counts))):
+            if rank == self.rank:
+                continue
             first, count = send_offsets[rank], send_counts[rank]
-            self._meeting.started[self.rank, rank].put(send[first : first + count].clone())
-            part.fill_(float("nan"))  # as long as it travels nobody may read it
-        return parts
+            if count:
+                message = self._next("to", rank), send[first : first + count].clone()
+                self._meeting.started[self.rank, rank].put(message)
+            if len(part):
+                part.fill_(float("nan"))  # as long as it travels nobody may read it
+                coming[rank, self._next("from", rank)] = part
+        return coming
 
-    def _end(self, handle: dict[int, Tensor]) -> None:
-        for rank, part in handle.items():
-            part.copy_(self._meeting.started[rank, self.rank].get(timeout=30))
+    def _next(self, way: str, rank: int) -> int:
+        """The number of a message: those between two ranks are matched in the order of `start`."""
+        self._num_begun[way, rank] += 1
+        return self._num_begun[way, rank]
+
+    def _end(self, handle: dict[tuple[int, int], Tensor]) -> None:
+        for (rank, number), part in handle.items():
+            while (rank, number) not in self._arrived:
+                theirs, content = self._meeting.started[rank, self.rank].get(timeout=30)
+                self._arrived[rank, theirs] = content
+            part.copy_(self._arrived.pop((rank, number)))
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         tensor.copy_(self._swap("broadcast", tensor)[root])

@@ -5,7 +5,6 @@ import json
 import socket
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +13,9 @@ from tests.data.idx_files import write_idx
 from tests.distributed.tasks import Everything, EverythingConfig
 
 import lockstep as ls
-from lockstep.config import TrainConfig
 from lockstep.errors import DataError
 from lockstep.launching.api import training
+from lockstep.systems.digits.task import Digits
 
 SMALL = ("steps=6",)
 
@@ -285,8 +284,8 @@ def test_who_is_rank_0_now_tells_of_errors(monkeypatch, capsys, before, now):
 
     for name, value in {"RANK": before, "WORLD_SIZE": 3, "TORCHELASTIC_RUN_ID": 1}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(training, "run", fail)
+    monkeypatch.setattr(training.rank, "run", fail)
     with pytest.raises(SystemExit) as ended:
-        training.main(SimpleNamespace(config=TrainConfig()))
+        training.main(Digits())
     assert ended.value.code == 2
     assert capsys.readouterr().err == ("error: x.csv: is gone\n" if now == 0 else "")

@@ -190,11 +190,15 @@ def test_files_of_a_loss_are_read_by_rank_0_alone_and_only_if_one_has_hung(
     runtime: Any = SimpleNamespace(transport=transport, is_first=rank == 0, emit=events.append)
     mesh = SimpleNamespace(microbatches=[range(1)] * 2)
     parts: Any = SimpleNamespace(
-        compute=SimpleNamespace(metrics=()), placement=SimpleNamespace(mesh=mesh)
+        compute=SimpleNamespace(metrics=()),
+        placement=SimpleNamespace(mesh=mesh),
+        train_step=SimpleNamespace(),
     )
     reporter = Reporter("task", TrainConfig(), runtime, parts, directory)
     reporter._slots = [0, 1, 2]
-    origin = Origin([0, 2], [Owned(), Owned()], [{"slot": 0}, {"slot": 2}], {})
+    origin = Origin(
+        [0, 2], [Owned(), Owned()], [{"slot": slot, "rounding": "alike"} for slot in (0, 2)], {}
+    )
     reporter.regroup(Progress(step=11), origin, False, 1.0, 11)
     (lost,) = [event for event in events if isinstance(event, RankLost)]
     assert (lost.slot, lost.reason, lost.reached) == (1, reason, said)

@@ -48,7 +48,7 @@ def everything(folder):
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(Path(folder).rglob("*"))
-        if path.is_file()
+        if path.is_file() and path.parent.name != "__pycache__"  # Python's own
     }
 
 

@@ -217,7 +217,7 @@ class Transport(ABC):
         """Begin an `all_to_all`, where this transport `runs_ahead`; all ranks call this.
 
         This rank's part is not copied. The memory must be left alone until what is returned has
-        been waited for, which all ranks do in the order in which they have begun.
+        been waited for. All ranks begin in the same order.
         """
         raise NotImplementedError(f"{self.name} does nothing while this process computes")
 
