@@ -104,12 +104,13 @@ def on_one_host(rounds: int, quick: bool) -> Section:
     width = 256 if quick else 2048
     size = ("--width", str(width), "--blocks", "6", "--repeats", "1" if quick else "5", *_SHARDED)
     programs = []
-    for launcher, library in (("torchrun", "gloo"), ("mpirun", "MPI")):
+    launchers: dict[str, Literal["mpirun", "torchrun"]] = {"gloo": "torchrun", "MPI": "mpirun"}
+    for library, launcher in launchers.items():
         for samples in ("32", "256"):
             for name, more in (("one after the other", ("--waits",)), ("ahead", ())):
                 arguments = (*size, "--samples", samples, *more)
                 title = f"{library}, {samples} samples, {name}"
-                programs.append(Program(title, _SCRIPT, arguments, launcher, 2))  # type: ignore[arg-type]
+                programs.append(Program(title, _SCRIPT, arguments, launcher, 2))
     results = alternate(programs, rounds)
     section = Section(
         "One host",

@@ -216,6 +216,35 @@ def test_what_another_job_has_overtaken_is_kept(shelf, command, monkeypatch, tmp
     assert (own.path / "checkpoints" / "step_00000020").is_dir()
 
 
+def test_a_start_keeps_what_a_killed_one_had_sent_without_noting_it(shelf, command, monkeypatch):
+    train(command, "steps=20", "stop_at_step=9")
+    own = RemoteDirectory(URL, on_warning=lambda text: pytest.fail(text))
+    sent = own.path / ".sent.json"
+    noted = json.loads(sent.read_text())
+    shelf.fails = staticmethod(lambda path: path.endswith("events.jsonl"))
+    monkeypatch.setattr(remote, "_PATIENCE_S", 0.0)
+    assert command("resume", URL)[0] == 75
+    sent.write_text(json.dumps(noted | {"owner": json.loads(sent.read_text())["owner"]}))
+    shelf.fails = staticmethod(lambda path: False)
+    own.fetch()
+    own.own()
+    own.send()
+    assert ls.load(URL, "latest").step == 20
+
+
+def test_checkpoints_that_were_pruned_elsewhere_go(shelf, command, monkeypatch, tmp_path):
+    train(command, "steps=20", "stop_at_step=9", "checkpoint.keep=1")
+    mine = os.environ["XDG_CACHE_HOME"]
+    another_machine(monkeypatch, tmp_path)
+    assert command("resume", URL)[0] == 0
+    monkeypatch.setenv("XDG_CACHE_HOME", mine)
+    own = RemoteDirectory(URL)
+    own.fetch()
+    there = {Path(name).parent.name for name in own._there() if name.endswith("manifest.json")}
+    assert there == {folder.name for folder in (own.path / "checkpoints").glob("step_*")}
+    assert "step_00000009" not in there
+
+
 def test_a_job_stops_when_another_one_takes_over(shelf, command, tmp_path, monkeypatch):
     script = tmp_path / "two.py"
     script.write_text(

@@ -219,7 +219,7 @@ class Transport(ABC):
         This rank's part is not copied. The memory must be left alone until what is returned has
         been waited for. All ranks begin in the same order.
         """
-        raise NotImplementedError(f"{self.name} does nothing while this process computes")
+        raise AssertionError(f"{self.name} runs nothing ahead")
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, root: int) -> None:

@@ -17,9 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.engine.checkpoint.listing import IDENTITY
 from lockstep.errors import LockstepError, RankFailure, RunDirectoryError
 from lockstep.launching.rank.environment import detect
-from lockstep.launching.remote_directory import IDENTITY, RemoteDirectory, text_of, url_of
+from lockstep.launching.remote_directory import RemoteDirectory, text_of, url_of
 
 if TYPE_CHECKING:
     from lockstep.launching.api import Session
@@ -46,8 +47,8 @@ def local_copy(path: str | Path) -> Path:
         return Path(path)
     remote = RemoteDirectory(url, "read")
     remote.fetch(keeps_unsent=False)
-    if not (remote.path / "run.json").exists():
-        raise RunDirectoryError(f"{url}: is no run directory (no run.json)")
+    if not (remote.path / IDENTITY).exists():
+        raise RunDirectoryError(f"{url}: is no run directory (no {IDENTITY})")
     return remote.path
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from lockstep.config.files import read_text, replacing, replacing_binary
 from lockstep.config.parsing import parse_object
-from lockstep.engine.checkpoint.listing import MANIFEST, own_entries
+from lockstep.engine.checkpoint.listing import IDENTITY, MANIFEST, own_entries
 from lockstep.errors import RunDirectoryError
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/{1,2}([^/].*)")
@@ -30,7 +30,6 @@ _OWNER = ".owner.json"
 _SENT = ".sent.json"
 _AT_ONCE = 8
 _CHECKPOINT = re.compile(r"checkpoints/step_[0-9]+/")
-IDENTITY = "run.json"
 _FIRST = (IDENTITY, "config.yaml")
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     # A wrong address is told in seconds, and not after botocore's minutes.
@@ -98,7 +97,9 @@ class RemoteDirectory:
         Raises:
             RunDirectoryError: it cannot be read.
         """
-        found = [name for name in self._there(any_name=True) if name.endswith("run.json")]
+        found = [
+            name for name in self._there(any_name=True) if PurePosixPath(name).name == IDENTITY
+        ]
         places = sorted(str(PurePosixPath(name).parent) for name in found)
         return [self.url if place == "." else f"{self.url}/{place}" for place in places]
 
@@ -107,7 +108,7 @@ class RemoteDirectory:
 
         Args:
             keeps_unsent: whether changes that an earlier process has made in the folder and could
-                not send stay: as they are if nobody has written to the URL since, else in a folder
+                not send stay: as they are if nobody has taken the run over since, else in a folder
                 beside it.
             with_checkpoints: whether the folders of checkpoints are wanted too.
 
@@ -117,10 +118,10 @@ class RemoteDirectory:
         there = self._there()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._sent = self._read_sent()
+            owner, self._sent = self._read_sent()
             if keeps_unsent and self._changes():
-                if there == {name: tags[1] for name, tags in self._sent.items()}:
-                    return
+                if owner == self._owner().get("id"):
+                    return  # that process may have sent more than it could note
                 self._put_aside()
             complete = {str(PurePosixPath(n).parent) for n in there if n.endswith(f"/{MANIFEST}")}
             wanted = {
@@ -133,6 +134,8 @@ class RemoteDirectory:
             old = [n for n, t in wanted.items() if self._sent.get(n) != [here.get(n), t]]
             for name in here.keys() - wanted.keys():
                 (self.path / name).unlink()
+                with suppress(OSError):  # it has other files
+                    (self.path / name).parent.rmdir()  # an empty one is no checkpoint
             self._each(self._download, old)
             here = self._here()
             self._sent = {name: [here[name], tag] for name, tag in there.items() if name in here}
@@ -153,6 +156,7 @@ class RemoteDirectory:
             self._fs.pipe_file(f"{self._base}/{_OWNER}", json.dumps(owner).encode())
         except Exception as error:
             raise self._unusable("written", error) from None
+        self._write_sent()
 
     def send(self) -> None:
         """Carry over what has changed in the folder.
@@ -173,12 +177,14 @@ class RemoteDirectory:
                 self._remove(manifest)
             if manifest in here:
                 new.add(manifest)
-        for stage in range(_NUM_STAGES):
-            self._each(self._upload, [name for name in new if _stage(name) == stage])
-        gone = [name for name in changed if name not in here]
-        for name in sorted(gone, key=lambda name: not name.endswith(f"/{MANIFEST}")):
-            self._remove(name)
-        self._write_sent()
+        try:
+            for stage in range(_NUM_STAGES):
+                self._each(self._upload, [name for name in new if _stage(name) == stage])
+            gone = [name for name in changed if name not in here]
+            for name in sorted(gone, key=lambda name: not name.endswith(f"/{MANIFEST}")):
+                self._remove(name)
+        finally:
+            self._write_sent()
 
     def _there(self, any_name: bool = False) -> dict[str, str]:
         """What the URL has: for each name a text that changes with the content."""
@@ -206,7 +212,7 @@ class RemoteDirectory:
     def _changes(self) -> list[str]:
         """Names of files that are others than the URL has, or are gone."""
         here = self._here()
-        if self._sent and "run.json" not in here:
+        if self._sent and IDENTITY not in here:
             return []  # the folder itself was removed or moved, which deletes no run
         return [n for n in {**here, **self._sent} if self._sent.get(n, [None])[0] != here.get(n)]
 
@@ -216,8 +222,15 @@ class RemoteDirectory:
             "credentials"
         )
 
+    def _owner(self) -> dict[str, Any]:
+        """Who has taken the run over last; empty if nobody has."""
+        try:
+            return parse_object(self._fs.cat_file(f"{self._base}/{_OWNER}").decode())
+        except FileNotFoundError:
+            return {}
+
     def _check_owner(self) -> None:
-        owner = parse_object(self._fs.cat_file(f"{self._base}/{_OWNER}").decode())
+        owner = self._owner()
         if owner.get("id") != self._id:
             raise RunDirectoryError(
                 f"{self.url}: another job (process {owner.get('pid')} of {owner.get('host')}) has "
@@ -230,6 +243,8 @@ class RemoteDirectory:
         try:
             with self._fs.open(f"{self._base}/{name}", "rb") as there, replacing_binary(path) as f:
                 shutil.copyfileobj(there, f, 1 << 20)
+        except FileNotFoundError:
+            pass  # a job that trains there has removed it meanwhile
         except OSError:
             raise
         except Exception as error:
@@ -265,14 +280,16 @@ class RemoteDirectory:
             f"{aside} holds what could not be carried over to {self.url} before another job did"
         )
 
-    def _read_sent(self) -> dict[str, Any]:
-        with suppress(OSError, ValueError):
-            return dict(parse_object(read_text(self.path / _SENT)))
-        return {}
+    def _read_sent(self) -> tuple[str, dict[str, Any]]:
+        """Who has sent from this folder last, and what."""
+        with suppress(OSError, ValueError, KeyError):
+            known = parse_object(read_text(self.path / _SENT))
+            return str(known["owner"]), dict(known["files"])
+        return "", {}
 
     def _write_sent(self) -> None:
         with replacing(self.path / _SENT) as file:
-            json.dump(self._sent, file)
+            json.dump({"owner": self._id, "files": self._sent}, file)
 
 
 _NUM_STAGES = 4

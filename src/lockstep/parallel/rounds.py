@@ -172,7 +172,7 @@ class Rounds:
         rank, num_leaves = self.transport.rank, self._num_leaves
         dtype, numel = self._segments[segment]
         runs_ahead = self.transport.runs_ahead(numel * dtype.itemsize)
-        self._arrive()
+        self._arrive()  # its memory is used again here
         leaf = self._leaf(segment, tensors)
         for parts, fold in self._buckets[segment]:
             self._arrive()

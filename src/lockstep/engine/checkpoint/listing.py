@@ -18,6 +18,8 @@ ENTRIES = (
 
 PATTERNS = ("hang_of_slot_*.json", "quantum_epoch*.npz")
 """Patterns of further ones."""
+IDENTITY = "run.json"
+"""The file that says what run it is."""
 MANIFEST = "manifest.json"
 """The file of a checkpoint that is written last, with the SHA-256 of the others."""
 _FOLDER = re.compile(r"step_([0-9]{8,20})")

@@ -20,10 +20,9 @@ from lockstep.config.files import leftovers, open_regular, read_text, replacing
 from lockstep.config.parsing import as_type, flattened, parse_object, parse_yaml, shown_apart
 from lockstep.engine.call_history import FlightFolder
 from lockstep.engine.checkpoint import listing
-from lockstep.engine.checkpoint.listing import own_entries
+from lockstep.engine.checkpoint.listing import IDENTITY, own_entries
 from lockstep.errors import RunDirectoryError, file_errors
 
-_IDENTITY = "run.json"
 _COMMITTED = b'"event": "StepDone"'
 _HANG_REPORT = "hang_of_slot_"
 
@@ -246,7 +245,7 @@ class RunDirectory:
 
     def _bind(self, config: TrainConfig, identity: Identity, resume: bool) -> None:
         is_other = False
-        if (self.path / _IDENTITY).exists():
+        if (self.path / IDENTITY).exists():
             known = self.identity()
             is_same = (known.task, known.config_hash) == (identity.task, identity.config_hash)
             if not is_same and not self._is_begun():
@@ -298,7 +297,7 @@ class RunDirectory:
         """
         if self._is_settled:
             return
-        for name, text in zip(("config.yaml", _IDENTITY), self._files, strict=True):
+        for name, text in zip(("config.yaml", IDENTITY), self._files, strict=True):
             self._write(name, text)
         self._is_settled = True
 
@@ -308,11 +307,11 @@ class RunDirectory:
         Raises:
             RunDirectoryError: there is none, or its file is damaged.
         """
-        path = self.path / _IDENTITY
+        path = self.path / IDENTITY
         try:
             return as_type(Identity, parse_object(read_text(path)))
         except FileNotFoundError:
-            raise RunDirectoryError(f"{self.name}: is no run directory (no {_IDENTITY})") from None
+            raise RunDirectoryError(f"{self.name}: is no run directory (no {IDENTITY})") from None
         except OSError as error:
             raise RunDirectoryError(f"{path}: cannot be read: {error.strerror}") from None
         except ValueError as error:

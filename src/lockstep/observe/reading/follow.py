@@ -16,11 +16,11 @@ from typing import Any, BinaryIO
 
 from lockstep.config.files import MAX_TEXT_BYTES, open_regular, open_to_read
 from lockstep.config.parsing import parse_object
+from lockstep.engine.checkpoint.listing import IDENTITY
 from lockstep.errors import RunDirectoryError
 from lockstep.observe.reading.history import History
 
 EVENTS = "events.jsonl"
-IDENTITY = "run.json"
 
 _BLOCK = 1 << 22
 """Bytes that are searched at the beginning and at the end of a file of events."""

@@ -16,12 +16,11 @@ from typing import Any, TypeVar
 
 from lockstep.config.files import read_text, replacing
 from lockstep.config.parsing import flattened, parse_json, parse_object, parse_yaml, shown
-from lockstep.engine.checkpoint.listing import own_entries
+from lockstep.engine.checkpoint.listing import IDENTITY, own_entries
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.errors import ConfigError, LockstepError, RunDirectoryError
 from lockstep.observe.reading.follow import (
     EVENTS,
-    IDENTITY,
     NewestRows,
     count,
     is_claimed,
@@ -378,7 +377,7 @@ def remove_run(run_dir: Path) -> list[str]:
     try:
         entries = {*own_entries(run_dir)}
         # The identity comes last: an interrupted removal leaves a run that can be removed.
-        for path in sorted(entries, key=lambda p: (p.name in ("run.json", ".lock"), p.name)):
+        for path in sorted(entries, key=lambda p: (p.name in (IDENTITY, ".lock"), p.name)):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
