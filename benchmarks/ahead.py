@@ -13,12 +13,12 @@ import tempfile
 from typing import Literal
 
 from lab.network import Lab
-from lab.ranks import start_ranks
+from lab.ranks import Launcher, start_ranks
 from page import Section, command, duration, page, ratio, write
-from processes import HERE, Program, Result, Spread, alternate
+from processes import HERE, Program, Spread, alternate
 from run import DOCS, machine
+from slices import peak, times
 
-Launcher = Literal["mpi", "torchrun"]
 _SCRIPT = "sliced_blocks.py"
 _SHARDED = ("--sharding", "parameters")
 _RATE = 1e9 / 8
@@ -37,7 +37,7 @@ def main() -> None:
     rounds = 1 if args.quick else args.rounds
     facts = machine(("torch", "mpi4py")) | {"command": command("ahead")}
     sections = [between_hosts(rounds, args.quick), on_one_host(rounds, args.quick)]
-    text = page("Gathering ahead", "ahead", facts, sections)
+    text = page("Gathering ahead", facts, sections)
     if args.quick:
         print(text)
         return
@@ -134,16 +134,6 @@ def on_one_host(rounds: int, quick: bool) -> Section:
     same = all(value for name, value in section.raw.items() if name.endswith("same bits"))
     section.at_most("the same bits both ways", "all cases" if same else "not all cases", same)
     return section
-
-
-def times(results: list[Result]) -> list[float]:
-    """The median of each round, in seconds."""
-    return [statistics.median(result["seconds"]) for result in results]
-
-
-def peak(results: list[Result]) -> float:
-    """The median of the rounds, in bytes."""
-    return statistics.median(float(result["peak_bytes"]) for result in results)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def main() -> None:
     facts = machine(("torch", "datasets", "mpi4py")) | {"command": command("streams")}
     with tempfile.TemporaryDirectory() as folder:
         sections = [measured(Path(folder), 1 if args.quick else args.rounds)]
-    text = page("Streams in parts", "streams", facts, sections)
+    text = page("Streams in parts", facts, sections)
     if args.quick:
         print(text)
         return

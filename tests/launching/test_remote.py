@@ -304,7 +304,10 @@ def test_urls_that_cannot_be_used(shelf, url, message, command):
     assert message in err
 
 
-def test_a_url_without_a_run(shelf):
+def test_a_url_without_a_run(shelf, command):
+    assert command("runs", "list", "shelf://bucket/none")[1] == "no runs in shelf://bucket/none\n"
+    for subcommand in ("tag", "remove"):
+        assert f"{URL}: runs in object storage cannot be" in command("runs", subcommand, URL)[2]
     with pytest.raises(RunDirectoryError, match=f"{URL}: is no run directory"):
         local_copy(URL)
 

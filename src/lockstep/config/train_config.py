@@ -98,9 +98,9 @@ class TrainConfig(Section):
     balance_every: Count = Field(default=50, json_schema_extra=NO_OUTCOME)
     """Steps between looks at whether slow ranks should get fewer microbatches; 0 never looks."""
     hang_timeout_s: NonNegativeFloat = Field(default=300.0, json_schema_extra=NO_OUTCOME)
-    """Kill a rank that does nothing for this long (or ten times its longest pause), or that a
-    signal has stopped; 0 never does. A host that Lockstep's `mpirun` cannot reach for this long
-    ends the job."""
+    """Kill a rank that does nothing for this long (or ten times its longest pause), or that is
+    stopped by a signal for this long; 0 never does. A host that Lockstep's `mpirun` cannot reach
+    for this long ends the job."""
 
     start_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         default=300.0, json_schema_extra=NO_OUTCOME

@@ -10,7 +10,7 @@ import os
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -70,14 +70,21 @@ class Heartbeat:
         self._memory[0] += 1
         self._memory[1] = self._within
 
-    @contextmanager
-    def on_disk(self) -> Iterator[None]:
+    def on_disk(self) -> AbstractContextManager[None]:
         """Within it, this process reads and writes files, and does not count as hanging.
 
         To end it would not make the disk faster, and the next rank 0 would wait for the same one.
         """
-        before, self._within = self._within, ON_DISK
-        self._memory[1] = ON_DISK
+        return self._waiting_for(ON_DISK)
+
+    def in_user_code(self) -> AbstractContextManager[None]:
+        """Within it, code of users runs, which may hang, also within `on_disk`."""
+        return self._waiting_for(0)
+
+    @contextmanager
+    def _waiting_for(self, state: int) -> Iterator[None]:
+        before, self._within = self._within, state
+        self._memory[1] = state
         try:
             yield
         finally:

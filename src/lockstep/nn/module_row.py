@@ -246,17 +246,15 @@ class ModuleRow(Row):
         """The forward pass of a unit, or in its place what an earlier stage has made of it."""
         if not self._is_running or self.axis is None:
             # Activations are computed again: with the random numbers of the first time.
-            if self.axis is not None:
-                self._seed()
-            return forward(*args, **kwargs)
+            run = forward if self.axis is None else partial(self._seeded, forward)
+            return run(*args, **kwargs)
         place = self._next
         position, is_skipped = 2 * place + 1, False
         if self._trace is not None:
             self._trace.passes[-1].append(unit)
         elif self._order[place : place + 1] != [unit]:
             self._lose_track(f"calls {self.units[unit]} out of turn")
-            self._seed()
-            return forward(*args, **kwargs)
+            return self._seeded(forward, *args, **kwargs)
         else:
             is_skipped = self._numbers[position] < self.axis.own.first
         self._next += 1
@@ -267,6 +265,13 @@ class ModuleRow(Row):
         if self.has_stages and not is_skipped:
             outputs = self._passed_on(unit, outputs)
         self._enter(position + 1)
+        return outputs
+
+    def _seeded(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """Seed before and behind a unit, as where it is called in its turn."""
+        self._seed()
+        outputs = forward(*args, **kwargs)
+        self._seed()
         return outputs
 
     def _enter(self, position: int) -> None:

@@ -60,7 +60,7 @@ class Anatomy:
     Attributes:
         num_parameters: numbers in all parameters.
         gradient_bytes: bytes of a gradient: of all parameters that are trained.
-        largest_bytes: bytes of the largest block, which is whole while it is computed.
+        largest_bytes: bytes of the largest block; two of them may be whole at a time.
         state_bytes: bytes that the optimizer keeps of all parameters.
         num_blocks: blocks that stages can be made of; 1 for a model that is no `Pipeline`.
         num_shards: parts that layers can be cut into; 1 for a model without such layers.

@@ -139,6 +139,7 @@ def _kept(facts: Facts, layout: Layout) -> int:
         largest=whole.largest_bytes // layout.tp,
         states=whole.state_bytes // part,
         copies=2 if facts.buddy else 1,
+        whole_blocks=2,
     )
 
 

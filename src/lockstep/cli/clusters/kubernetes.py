@@ -260,12 +260,13 @@ def _pod(pods: Pods, target: str, overrides: Sequence[str]) -> dict[str, Any]:
             {"name": "MASTER_ADDR", "value": f"{pods.name}-0.{pods.name}"},
             {"name": "MASTER_PORT", "value": str(_PORT)},
             {"name": "PYTHONUNBUFFERED", "value": "1"},
-            {"name": "XDG_CACHE_HOME", "value": f"{RUNS}/.cache"},  # copies of a run with a URL
         ],
         "ports": [{"name": "ranks", "containerPort": _PORT}],
         "resources": {"requests": needs, "limits": dict(needs)},
         "volumeMounts": mounts,
     }
+    if pods.url is not None:  # its copy
+        container["env"].append({"name": "XDG_CACHE_HOME", "value": f"{RUNS}/.cache"})
     if pods.secret is not None:
         container["envFrom"] = [{"secretRef": {"name": pods.secret}}]
     return {

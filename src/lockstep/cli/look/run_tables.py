@@ -129,14 +129,26 @@ def as_rows(runs: Sequence[Summary], columns: str | None) -> Iterator[str]:
 
 
 def print_table(
-    runs: Sequence[Summary], folders: Sequence[Path], columns: str | None, num_found: int
+    runs: Sequence[Summary],
+    folders: Sequence[Path],
+    columns: str | None,
+    num_found: int,
+    where: str = "",
 ) -> None:
-    """Print a table, or a message that there are no runs."""
+    """Print a table, or a message that there are no runs.
+
+    Args:
+        runs: to show.
+        folders: where they are.
+        columns: keys, instead of the usual ones.
+        num_found: how many there are without the conditions.
+        where: what the message calls the folders, if not by their paths.
+    """
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDE)  # in a pipe there is nothing to fit into
     if not runs:
-        where = ", ".join(map(str, folders))
+        where = where or ", ".join(map(str, folders))
         message = f"no runs in {where}"
         if num_found:
             message = f"none of {num_found} runs in {where} fulfils the conditions"

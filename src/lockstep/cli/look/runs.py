@@ -53,16 +53,18 @@ def list_runs(
     """
     from lockstep.cli.look.run_tables import as_rows, print_table
     from lockstep.launching.remote import local_runs
+    from lockstep.launching.remote_directory import url_of
     from lockstep.observe.reading.listing import chosen, find_runs, summarise
 
     searched = folders or [Path("runs") if Path("runs").is_dir() else Path()]
+    where_to_look = ", ".join(url_of(folder) or str(folder) for folder in searched)
     searched = [local_runs(folder) for folder in searched]
     found = find_runs(searched)
     runs = chosen(map(summarise, found), where or [], sort)
     if as_json:
         sys.stdout.writelines(as_rows(runs, columns))
     else:
-        print_table(runs, searched, columns, num_found=len(found))
+        print_table(runs, searched, columns, len(found), where_to_look)
 
 
 @app.command()
@@ -97,6 +99,7 @@ def tag(
     from lockstep.observe.reading.listing import change_tags, is_run, read_tags
     from lockstep.observe.text import printable
 
+    _check_local(run)
     if not is_run(run):
         raise RunDirectoryError(f"{run}: is no run directory")
     changes = tags or remove
@@ -114,6 +117,7 @@ def remove(
     from lockstep.observe.text import printable
 
     for run in runs:
+        _check_local(run)
         if not is_run(run):
             raise RunDirectoryError(f"{run}: is no run directory; nothing was removed")
     if not yes:
@@ -122,3 +126,14 @@ def remove(
         left = remove_run(run)
         kept = f"; kept what Lockstep has not written: {', '.join(left)}" if left else ""
         print(printable(f"removed {run}{kept}"))
+
+
+def _check_local(run: Path) -> None:
+    """Refuse a run in object storage, which this process has no lock on."""
+    from lockstep.launching.remote_directory import url_of
+
+    if (url := url_of(run)) is not None:
+        raise RunDirectoryError(
+            f"{url}: runs in object storage cannot be tagged or removed here; use the tools of the "
+            "storage"
+        )

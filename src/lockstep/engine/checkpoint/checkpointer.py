@@ -103,7 +103,8 @@ class Checkpointer:
     def _emit(self, event: Event) -> None:
         self._runtime.emit(event)
         if isinstance(event, Checkpointed):
-            self._on_written(Path(event.path))
+            with self._runtime.heartbeat.in_user_code():
+                self._on_written(Path(event.path))
 
     def _warn(self, step: int, message: str) -> None:
         self._runtime.emit(Warned(step=step, message=message))

@@ -93,8 +93,8 @@ class Needs:
         is_copied = config.carry.buddy and (config.compression.buddy or not feeds_back)
         self._carried = 2 if can_regroup and is_copied else 1
 
-    def of(self, sharding: Sharding, num_ranks: int) -> int:
-        """Bytes of each of some ranks that share out microbatches and slices."""
+    def of(self, sharding: Sharding, num_ranks: int, whole_blocks: int = 1) -> int:
+        """Bytes of each of some ranks that share out microbatches and slices; see `kept_bytes`."""
         carries = (self._workers + self._errors) * min(self._carried, num_ranks)
         # Waiting gradients become errors.
         waiting = 0 if self._errors else self._waiting
@@ -111,6 +111,7 @@ class Needs:
                 largest=self.largest,
                 states=self.states,
                 copies=self._copies,
+                whole_blocks=whole_blocks,
             )
         )
 
@@ -125,6 +126,7 @@ def kept_bytes(
     largest: int,
     states: int,
     copies: int,
+    whole_blocks: int,
 ) -> int:
     """Bytes that each of some ranks keeps of parameters, gradients and optimizer state.
 
@@ -137,6 +139,8 @@ def kept_bytes(
         largest: bytes of the largest block of the model.
         states: bytes of the optimizer's state of all parameters.
         copies: slices that each rank keeps: 2 with a buddy, else 1.
+        whole_blocks: blocks whose parameters a rank has at a time, of `sharding=parameters`: at
+            least 1, and 2 where the next one is gathered while one is computed.
     """
     copies = min(copies, num_ranks)
     slices = parameters * copies // num_ranks
@@ -147,7 +151,7 @@ def kept_bytes(
     # The fold's rows have this rank's own slice; a gradient is whole for a block only.
     rows = rows_needed(Range(0, num_microbatches), num_microbatches)
     sums = rows * parameters // num_ranks + slices - parameters // num_ranks
-    kept = slices + largest if sharding == "parameters" else parameters
+    kept = slices + whole_blocks * largest if sharding == "parameters" else parameters
     return kept + largest + sums + own_states
 
 
@@ -184,15 +188,15 @@ def check_memory(
     kind: Sharding = "parameters" if has_blocks else "gradients"
     if kept.gathered:  # does not go with more
         kind = "optimizer"
-    enough = (n for n in range(num_ranks, _MOST_RANKS) if lean.of(kind, n) <= available)
+    enough = (n for n in range(num_ranks, _MOST_RANKS) if lean.of(kind, n, 2) <= available)
     number = next(enough, None)
     remedy = "use a smaller model, or give ranks more memory"
     if kept.inner:  # does not go with sharding
         remedy = f"{remedy}; or have fewer workers (num_microbatches), or more ranks"
     elif config.compression.name == "none" and number is not None:  # nor does compression
         remedy = (
-            f"sharding={kind} optimizer.buddy=false needs {_gib(lean.of(kind, number))} on each of "
-            f"{number} ranks"
+            f"sharding={kind} optimizer.buddy=false needs {_gib(lean.of(kind, number, 2))} on each "
+            f"of {number} ranks"
         )
     if kept.gathered:
         remedy = f"{remedy}; or set a smaller batch_size"

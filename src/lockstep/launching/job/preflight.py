@@ -255,7 +255,10 @@ def mpi_memory_folder(
     free[temporary] = _left(temporary, num_ranks)
     if free[temporary] >= needed:
         return temporary
-    found = " and ".join(f"{folder} has {size >> 20} MiB" for folder, size in free.items())
+    found = " and ".join(
+        f"{folder} has {f'{size >> 20} MiB' if size else 'no space, or no inodes (`df -i`),'}"
+        for folder, size in free.items()
+    )
     raise LaunchError(
         f"{num_ranks} ranks over MPI need {needed >> 20} MiB of shared memory, but {found} left; "
         f"enlarge {usual} (`mount -o remount,size=1g {usual}`; in Docker: --shm-size=1g), set "

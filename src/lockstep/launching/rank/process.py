@@ -133,6 +133,7 @@ class StopRequest:
         self._interrupts = 0
         self._terminal = Terminal()
         self._previous: dict[signal.Signals, Any] = {}
+        self._blocked: set[int] = set()
 
     def reason(self) -> str | None:
         """The reason of a requested stop; None without a request."""
@@ -141,7 +142,8 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             begin_training()
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _REASONS)  # a parent may have blocked them
+            # A parent may have blocked them.
+            self._blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, _REASONS) & {*_REASONS}
             for signum in _REASONS:
                 if signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN:
                     continue  # nohup
@@ -151,6 +153,7 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._blocked)
         for signum, handler in self._previous.items():
             # None stands for a handler that was not installed from Python: it can't be put back.
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
