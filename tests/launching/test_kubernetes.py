@@ -47,6 +47,7 @@ def test_a_recipe_is_an_indexed_job_and_a_headless_service(here: Any, tmp_path: 
         "start_timeout_s=600",
     ]  # fmt: skip
     env = {one["name"]: one["value"] for one in rank["env"]}
+    assert "XDG_CACHE_HOME" not in env  # caches of the image are found
     # Pods of an Indexed Job are called NAME-INDEX, in the domain of the Service.
     assert env["MASTER_ADDR"] == f"digits-0.{pod['subdomain']}"
     assert rank["resources"]["limits"] == {"cpu": "1", "memory": "4Gi", "nvidia.com/gpu": "1"}

@@ -66,3 +66,14 @@ def test_can_be_entered_again() -> None:
         with StopRequest() as stop:
             os.kill(os.getpid(), signal.SIGTERM)
             assert stop.reason() == "terminated"
+
+
+def test_signals_that_the_caller_has_blocked_are_received_within_it_only():
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.reason() == "terminated"
+        assert signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
