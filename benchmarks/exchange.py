@@ -17,9 +17,10 @@ import torch
 from lockstep.comm.transport import Transport
 from lockstep.launching.rank.environment import detect
 from lockstep.launching.rank.join import open_transport
+from lockstep.parallel.exchange import Leaves
 from lockstep.parallel.fold import BLOCK, Segment
 from lockstep.parallel.mesh import Mesh
-from lockstep.parallel.reduction import OrderedReduction
+from lockstep.parallel.reduction import OrderedReduction, Ways
 
 NUM_SCALARS, NUM_HEADER = 4, 8
 BUCKET_BYTES = 8 << 20
@@ -64,15 +65,17 @@ def ordered_sum(transport: Transport, num_bytes: int, shares_memory: bool) -> Ca
     size = transport.size
     reduction = OrderedReduction(
         transport,
-        [Segment(torch.float32, numel)],
-        [[(0, torch.Size([numel]))]],
-        num_scalars=NUM_SCALARS,
+        Leaves(
+            [Segment(torch.float32, numel)],
+            [[(0, torch.Size([numel]))]],
+            NUM_SCALARS,
+            size,
+            torch.device("cpu"),
+        ),
+        Mesh.of(size, size).microbatches,
         num_header=NUM_HEADER,
-        num_microbatches=size,
-        ranges=Mesh.of(size, size).microbatches,
-        device=torch.device("cpu"),
         bucket_bytes=BUCKET_BYTES,
-        shares_memory=shares_memory,
+        ways=Ways(shares_memory=shares_memory),
     )
     reduction.header.zero_()
     # Zeros stay what they are however often they are added up.

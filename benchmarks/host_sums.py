@@ -18,10 +18,11 @@ import torch
 from lockstep.comm.transport import Transport
 from lockstep.launching.rank.environment import detect
 from lockstep.launching.rank.join import open_transport
+from lockstep.parallel.exchange import Leaves
 from lockstep.parallel.fold import BLOCK, Segment
 from lockstep.parallel.hosts.layout import Hosts, meet_hosts
 from lockstep.parallel.mesh import Mesh
-from lockstep.parallel.reduction import OrderedReduction
+from lockstep.parallel.reduction import OrderedReduction, Ways
 
 NUM_SCALARS, NUM_HEADER = 4, 16
 BUCKET_BYTES = 8 << 20
@@ -78,18 +79,17 @@ def laid_out(transport: Transport, hosts: Hosts | str, numel: int, num: int) -> 
     length = -(-numel // BLOCK) * BLOCK
     made = OrderedReduction(
         transport,
-        [Segment(torch.float32, length)],
-        [[(0, torch.Size([length]))]],
-        num_scalars=NUM_SCALARS,
+        Leaves(
+            [Segment(torch.float32, length)],
+            [[(0, torch.Size([length]))]],
+            NUM_SCALARS,
+            num,
+            torch.device("cpu"),
+        ),
+        Mesh.of(num, transport.size).microbatches,
         num_header=NUM_HEADER,
-        num_microbatches=num,
-        ranges=Mesh.of(num, transport.size).microbatches,
-        device=torch.device("cpu"),
         bucket_bytes=BUCKET_BYTES,
-        shares_memory=True,
-        is_one_host=False,
-        hosts=hosts,
-        is_measured=False,
+        ways=Ways(shares_memory=True, is_one_host=False, hosts=hosts, is_measured=False),
     )
     made.header.zero_()
     add(transport, made, numel, num)

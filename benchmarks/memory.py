@@ -26,6 +26,7 @@ from lockstep.comm.transport import LocalTransport
 from lockstep.config import CheckpointConfig, OptimizerConfig, TrainConfig
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.launching.api import Session, run
+from lockstep.parallel.exchange import Leaves
 from lockstep.parallel.layout import split
 from lockstep.parallel.reduction import OrderedReduction
 from lockstep_loop import Training
@@ -76,13 +77,9 @@ def use(flat: FlatTensors, num_microbatches: int, world_size: int, rank: int) ->
     with LiveBytes() as live:
         reduction = OrderedReduction(
             RemoteTensor(rank, world_size),
-            flat.segments,
-            flat.specs,
-            num_scalars=2,
+            Leaves(flat.segments, flat.specs, 2, num_microbatches, meta),
+            ranges,
             num_header=6,
-            num_microbatches=num_microbatches,
-            ranges=ranges,
-            device=meta,
             bucket_bytes=TrainConfig().bucket_bytes,
         )
         kept = live.now

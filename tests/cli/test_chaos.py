@@ -29,7 +29,7 @@ from lockstep.cli.prove.chaos.command import (
     trained,
 )
 from lockstep.cli.prove.chaos.command import _was_hit_at_start as was_hit_at_start
-from lockstep.cli.prove.chaos.plan import Incident, draw
+from lockstep.cli.prove.chaos.plan import Group, Incident, draw
 from lockstep.cli.prove.chaos.verdict import (
     Effect,
     Trained,
@@ -62,7 +62,7 @@ DEADLY = ("kill", "stop", "edit", "start")
 
 @given(st.integers(1, 30), st.integers(2, 6), st.integers(0, 2**32), st.integers(0, 1))
 def test_every_session_leaves_somebody_alive_or_ends(num_incidents, num_ranks, seed, more):
-    sessions = draw(num_incidents, num_ranks, 60, seed, more, has_workers=bool(more))
+    sessions = draw(num_incidents, 60, seed, Group(num_ranks, more, has_workers=bool(more)))
     assert sum(len(incidents) for incidents in sessions) == num_incidents
     for number, incidents in enumerate(sessions):
         dead = {b.faults[0].slot for b in incidents if b.what in DEADLY}
@@ -85,7 +85,7 @@ def test_every_session_leaves_somebody_alive_or_ends(num_incidents, num_ranks, s
 
 def kills(moments, num_plans):
     """The moments at which ranks are killed in some plans."""
-    plans = [draw(20, 4, 60, seed, moments=moments) for seed in range(num_plans)]
+    plans = [draw(20, 60, seed, Group(4, moments=moments)) for seed in range(num_plans)]
     incidents = [b for sessions in plans for of_session in sessions for b in of_session]
     return {fault.moment for b in incidents if b.what == "kill" for fault in b.faults}
 
@@ -131,7 +131,7 @@ TRAINED = Trained(RESULT, [1, 2], [evaluated(1, 0.5), evaluated(2, 0.75)])
     ],
 )
 def test_a_run_must_be_like_the_one_without_faults(capsys, run, struck, lost, says, code):
-    incident = draw(1, 2, 10, 1)[0][0]
+    incident = draw(1, 10, 1, Group(2))[0][0]
     effects = [Effect(incident, number < struck) for number in range(2)]
     assert verdict(TRAINED, run, effects, lost, Console()) == code
     out = capsys.readouterr().out
@@ -264,7 +264,7 @@ def test_a_run_without_faults_tells_its_moments(here, tmp_path, monkeypatch):
 @given(st.integers(0, 2**32))
 def test_a_seed_gives_one_plan(seed):
     state = random.getstate()
-    assert draw(20, 4, 200, seed) == draw(20, 4, 200, seed)
+    assert draw(20, 200, seed, Group(4)) == draw(20, 200, seed, Group(4))
     assert random.getstate() == state
 
 
@@ -283,7 +283,7 @@ COMPUTED = {
 def test_spares_are_struck_where_they_come_to_it(seed, axes, num_spares):
     tp, pp = axes
     num_ranks = 4 + num_spares
-    for incidents in draw(10, num_ranks, 60, seed, tp=tp, pp=pp):
+    for incidents in draw(10, 60, seed, Group(num_ranks, tp=tp, pp=pp)):
         columns = {slot: slot % (tp * pp) for slot in range(num_ranks)}
         for incident in incidents:
             if incident.what in ("job", "corrupt"):
@@ -315,7 +315,7 @@ def test_every_stage_comes_to_the_middle_of_its_passes():
 
 def test_too_many_faults_for_the_steps():
     with pytest.raises(ConfigError, match="--faults 20: a run of 10 steps has room for 8"):
-        draw(20, 4, 10, 0)
+        draw(20, 10, 0, Group(4))
 
 
 def test_a_fault_strikes_once_and_in_no_other_process(tmp_path):
@@ -344,7 +344,7 @@ def row(event, time, **values):
 
 
 def test_times_of_a_killed_rank():
-    incident = draw(1, 2, 10, 1)[0][0]
+    incident = draw(1, 10, 1, Group(2))[0][0]
     fault = PlannedFault(1, 4, "compute", "kill")
     incident = type(incident)("kill", 4, (fault,))
     strikes = [{"time": 10.0, **vars(fault)}]

@@ -40,7 +40,9 @@ def test_a_run_that_forgets_something_when_it_is_resumed(monkeypatch, tmp_path, 
     monkeypatch.setattr(
         verify, "first_difference", lambda _, runs: f"{runs[1].name} {runs[0].half}"
     )
-    code = verify.verify("digits", [], "1,2,3", "mpi", tmp_path, Console(width=150))
+    code = verify.verify(
+        "digits", [], verify.Variants("1,2,3", "mpi"), tmp_path, Console(width=150)
+    )
     out = capsys.readouterr().out
     assert code == 1, out
     assert "different: 1 of 4 runs" in out
@@ -50,10 +52,8 @@ def test_a_run_that_forgets_something_when_it_is_resumed(monkeypatch, tmp_path, 
 def test_several_runs_are_resumed_each_on_other_ranks(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(verify, "Training", Trainings)
     monkeypatch.setattr(verify, "first_difference", lambda *_: "")
-    meshes = "1x1x1,2x1x1,1x2x1"
-    verify.verify(
-        "digits", [], "", "mpi", tmp_path, Console(width=150), meshes=meshes, resumes=5
-    )  # fmt: skip
+    variants = verify.Variants("", "mpi", meshes="1x1x1,2x1x1,1x2x1", resumes=5)
+    verify.verify("digits", [], variants, tmp_path, Console(width=150))
     out = capsys.readouterr().out
     assert "different: 3 of 6 runs" in out
     for there, then in (("1x1x1", "1x2x1"), ("2x1x1", "1x1x1"), ("1x2x1", "1x1x1")):
@@ -81,7 +81,7 @@ def test_a_signal_ends_it_all(monkeypatch, tmp_path):
 
     monkeypatch.setattr(training, "start", interrupted)
     with pytest.raises(SystemExit) as raised:
-        verify.verify("digits", [], "1,2,3", "mpi", tmp_path, Console(width=150))
+        verify.verify("digits", [], verify.Variants("1,2,3", "mpi"), tmp_path, Console(width=150))
     assert raised.value.code == 130
     assert started == [1]
 

@@ -18,6 +18,7 @@ from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.parallel import reduction as ordered
 from lockstep.parallel.compression.reduction import CompressedReduction, Summed
 from lockstep.parallel.compression.sums import compressed_reduction, first_agreed
+from lockstep.parallel.exchange import Leaves
 from lockstep.parallel.fold import BLOCK, Row, Segment
 from lockstep.parallel.layout import Range, split
 
@@ -72,15 +73,10 @@ def reduction(
 ) -> CompressedReduction:
     summed = Summed(
         transport,
-        SEGMENTS,
-        PLACES,
-        EXACT,
-        EXACT_PLACES,
-        num_scalars=NUM_SCALARS,
+        Leaves(SEGMENTS, PLACES, 0, ranges[-1].last, CPU),
+        Leaves(EXACT, EXACT_PLACES, NUM_SCALARS, ranges[-1].last, CPU),
+        ranges,
         num_header=2,
-        num_microbatches=ranges[-1].last,
-        ranges=ranges,
-        device=CPU,
         bucket_bytes=bucket_bytes,
         feeds_back=feeds_back,
         states=kept,

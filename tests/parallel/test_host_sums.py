@@ -15,7 +15,7 @@ from sums import NUM_SCALARS, PLACES, SEGMENTS, Leaf, row_bits, tree_sum, wild_l
 from tests.thread_transport import ThreadTransport, on_ranks
 
 from lockstep.parallel import reduction
-from lockstep.parallel.exchange import Exchange, add_up
+from lockstep.parallel.exchange import Exchange, Leaves, add_up
 from lockstep.parallel.fold import BLOCK, Row, parts_of
 from lockstep.parallel.hosts import layout as hosts_layout
 from lockstep.parallel.hosts.exchange import gather_slices_by_host
@@ -30,7 +30,7 @@ from lockstep.parallel.hosts.layout import (
     shares,
 )
 from lockstep.parallel.layout import Range, leaves, merges, split
-from lockstep.parallel.reduction import OrderedReduction
+from lockstep.parallel.reduction import OrderedReduction, Ways
 
 HOSTS = st.lists(st.integers(1, 3), min_size=2, max_size=4).filter(lambda n: 2 < sum(n) < 8)
 """Numbers of ranks of each host."""
@@ -58,16 +58,13 @@ def reduced(
 ) -> tuple[OrderedReduction, list[list[bytes]]]:
     """What sums after a number of steps, and the bits of each of them."""
     keys = {"shares_memory": True, "is_measured": False, "bucket_bytes": 1 << 20, **keys}
+    ways = Ways(keys.pop("shares_memory"), hosts=hosts, is_measured=keys.pop("is_measured"))
     made = OrderedReduction(
         transport,
-        SEGMENTS,
-        PLACES,
-        num_scalars=NUM_SCALARS,
+        Leaves(SEGMENTS, PLACES, NUM_SCALARS, ranges[-1].last, torch.device("cpu")),
+        ranges,
         num_header=2,
-        num_microbatches=ranges[-1].last,
-        ranges=ranges,
-        device=torch.device("cpu"),
-        hosts=hosts,
+        ways=ways,
         **keys,
     )
     found = []

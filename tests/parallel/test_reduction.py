@@ -21,7 +21,7 @@ from tests.thread_transport import ThreadTransport, on_ranks
 
 from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.parallel import reduction
-from lockstep.parallel.exchange import gather_slices
+from lockstep.parallel.exchange import Leaves, gather_slices
 from lockstep.parallel.fold import BLOCK, Segment
 from lockstep.parallel.layout import Range, split
 from lockstep.parallel.reduction import OrderedReduction
@@ -46,13 +46,9 @@ def ordered_reduction(
 ) -> OrderedReduction:
     return OrderedReduction(
         transport,
-        SEGMENTS,
-        PLACES,
-        num_scalars=NUM_SCALARS,
+        Leaves(SEGMENTS, PLACES, NUM_SCALARS, ranges[-1].last, torch.device("cpu")),
+        ranges,
         num_header=num_header,
-        num_microbatches=ranges[-1].last,
-        ranges=ranges,
-        device=torch.device("cpu"),
         bucket_bytes=bucket_bytes,
         gather=gather,
     )
@@ -282,13 +278,15 @@ def test_gradients_beyond_a_megabyte_are_sliced_without_being_told_to() -> None:
     def body(transport: ThreadTransport) -> tuple[bytes, list[str]]:
         made = OrderedReduction(
             transport,
-            [Segment(torch.float32, numel)],
-            [[(0, torch.Size([numel]))]],
-            num_scalars=0,
+            Leaves(
+                [Segment(torch.float32, numel)],
+                [[(0, torch.Size([numel]))]],
+                0,
+                4,
+                torch.device("cpu"),
+            ),
+            ranges,
             num_header=0,
-            num_microbatches=4,
-            ranges=ranges,
-            device=torch.device("cpu"),
             bucket_bytes=100_000,
         )
         for i in range(*ranges[transport.rank]):

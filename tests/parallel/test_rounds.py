@@ -7,6 +7,7 @@ import torch
 from sums import NUM_SCALARS, PLACES, SEGMENTS, row_bits, tree_sum, wild_leaves
 from tests.thread_transport import ThreadTransport, on_ranks
 
+from lockstep.parallel.exchange import Leaves
 from lockstep.parallel.fold import Row
 from lockstep.parallel.rounds import LateGradientError, Rounds
 
@@ -19,12 +20,8 @@ def rounds(
 ) -> Rounds:
     return Rounds(
         transport,
-        SEGMENTS,
-        PLACES,
-        num_scalars=NUM_SCALARS,
-        num_microbatches=num,
+        Leaves(SEGMENTS, PLACES, NUM_SCALARS, num, CPU),
         num_replicas=num_replicas,
-        device=CPU,
         bucket_bytes=bucket,
         order=[1, 0],
     )

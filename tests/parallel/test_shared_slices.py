@@ -18,10 +18,10 @@ from tests.thread_transport import ThreadTransport, on_ranks
 from lockstep.comm import shared_memory
 from lockstep.comm.shared_memory import SharedMemory
 from lockstep.parallel import reduction, shared_slices
-from lockstep.parallel.exchange import add_up
+from lockstep.parallel.exchange import Leaves, add_up
 from lockstep.parallel.fold import BLOCK, Segment
 from lockstep.parallel.layout import Range, leaves, merges, split
-from lockstep.parallel.reduction import OrderedReduction
+from lockstep.parallel.reduction import OrderedReduction, Ways
 from lockstep.parallel.shared_slices import additions
 
 
@@ -42,16 +42,12 @@ def reduced(
 ) -> OrderedReduction:
     made = OrderedReduction(
         transport,
-        SEGMENTS,
-        PLACES,
-        num_scalars=NUM_SCALARS,
+        Leaves(SEGMENTS, PLACES, NUM_SCALARS, ranges[-1].last, torch.device("cpu")),
+        ranges,
         num_header=1,
-        num_microbatches=ranges[-1].last,
-        ranges=ranges,
-        device=torch.device("cpu"),
         bucket_bytes=1 << 20,
         gather=gather,
-        shares_memory=True,
+        ways=Ways(shares_memory=True),
         at=at,
     )
     add(made, ranges[transport.rank], found)
@@ -230,10 +226,19 @@ def test_an_exchange_takes_no_memory_of_python_that_grows_with_the_slices() -> N
     def body(transport: ThreadTransport) -> OrderedReduction:
         ranges = split(2, 2)
         made = OrderedReduction(
-            transport, [Segment(torch.float32, numel)], [[(0, torch.Size([numel]))]],
-            num_scalars=NUM_SCALARS, num_header=1, num_microbatches=2, ranges=ranges,
-            device=torch.device("cpu"), bucket_bytes=1 << 20, shares_memory=True,
-        )  # fmt: skip
+            transport,
+            Leaves(
+                [Segment(torch.float32, numel)],
+                [[(0, torch.Size([numel]))]],
+                NUM_SCALARS,
+                2,
+                torch.device("cpu"),
+            ),
+            ranges,
+            num_header=1,
+            bucket_bytes=1 << 20,
+            ways=Ways(shares_memory=True),
+        )
         made.header.zero_()
         made.fold.add([torch.ones(numel)], torch.zeros(NUM_SCALARS, dtype=torch.float64))
         made.reduce()

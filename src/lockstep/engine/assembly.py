@@ -36,7 +36,14 @@ from lockstep.engine.run.progress import check_watched
 from lockstep.engine.runtime import Runtime, everywhere
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.step.memory import Kept, check_memory
-from lockstep.engine.step.model import build_model, built, trainable_groups
+from lockstep.engine.step.model import (
+    Optimization,
+    StepChecks,
+    TrainedModel,
+    build_model,
+    built,
+    trainable_groups,
+)
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.engine.tables.run_tables import check_tables_fit
 from lockstep.engine.task import Task, has_carry
@@ -208,19 +215,12 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     train_step = TrainStep(
         runtime,
         config,
-        model,
-        task_state,
-        compute,
-        flat,
-        state,
-        constants,
-        optimizer,
-        schedulers,
         placement,
-        total_steps,
-        pass_state,
-        sampler.order_digest,
-        agreed,
+        TrainedModel(model, flat, state),
+        compute,
+        Optimization(optimizer, schedulers, total_steps, agreed),
+        task_state,
+        StepChecks(constants, pass_state, sampler.order_digest),
     )
     pass_state.optimizers = kept_by(optimizers_in(optimizer).values())
     rounding = on_all(lambda: rounding_of(config.precision.dtype, runtime.device))

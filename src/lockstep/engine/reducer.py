@@ -17,8 +17,9 @@ from lockstep.comm.transport import LocalTransport, Transport, collective
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.errors import ConfigError, TaskError
+from lockstep.parallel.exchange import Leaves
 from lockstep.parallel.mesh import Mesh
-from lockstep.parallel.reduction import OrderedReduction
+from lockstep.parallel.reduction import OrderedReduction, Ways
 
 
 class BorrowedGroup(GroupTransport):
@@ -152,16 +153,11 @@ class Reducer:
         self._mine = range(*ranges[self._transport.rank])
         self._reduction = OrderedReduction(
             self._transport,
-            flat.segments,
-            flat.specs,
-            num_scalars=1 + len(self._names),
+            Leaves(flat.segments, flat.specs, 1 + len(self._names), num_microbatches, device),
+            ranges,
             num_header=1,
-            num_microbatches=num_microbatches,
-            ranges=ranges,
-            device=device,
             bucket_bytes=_BUCKET_BYTES,
-            shares_memory=True,
-            is_one_host=are_on_one_host(self._transport),
+            ways=Ways(shares_memory=True, is_one_host=are_on_one_host(self._transport)),
         )
         total = self._reduction.total.segments
         self._views = [flat.view(total, entry) for entry in flat.entries]

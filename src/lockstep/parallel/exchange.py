@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.comm.ahead import Started
 from lockstep.comm.transport import Transport
-from lockstep.parallel.fold import Arena, ArenaLayout, Row, buckets
+from lockstep.parallel.fold import Arena, ArenaLayout, Row, Segment, TensorSpecs, buckets
 from lockstep.parallel.layout import Node, Range, merges
 
 _Sum = TypeVar("_Sum", Tensor, Row)
@@ -21,6 +21,26 @@ _Sum = TypeVar("_Sum", Tensor, Row)
 Moment = Literal["summing", "copying", "between"]
 """When a part of this rank's slice is summed; when it has slices of others; when what is left of a
 host's nodes is about to go to other hosts."""
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """The leaves of a canonical tree, and what each of them holds.
+
+    Attributes:
+        segments: dtype and number of elements of each segment of the flat gradient, one for each
+            dtype.
+        specs: where the tensors of a leaf lie in each segment.
+        num_scalars: number of float64 sums besides the gradient.
+        num_microbatches: number of leaves.
+        device: device on which they lie.
+    """
+
+    segments: Sequence[Segment]
+    specs: TensorSpecs
+    num_scalars: int
+    num_microbatches: int
+    device: torch.device
 
 
 @dataclass(frozen=True)

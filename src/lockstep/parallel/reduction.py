@@ -16,9 +16,9 @@ host can add up among themselves need not travel (`hosts/`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from lockstep.comm.shared_memory import SharedMemory
@@ -27,23 +27,17 @@ from lockstep.parallel.exchange import (
     Alone,
     Exchange,
     ExchangePlan,
+    Leaves,
     Moment,
     Slices,
     WholeNodes,
     gather_slices,
 )
-from lockstep.parallel.fold import (
-    ArenaLayout,
-    Fold,
-    Row,
-    Segment,
-    TensorSpecs,
-    rows_needed,
-    slice_up,
-)
+from lockstep.parallel.fold import ArenaLayout, Fold, Row, rows_needed, slice_up
 from lockstep.parallel.hosts.exchange import NodesByHost, SlicesByHost, gather_slices_by_host
 from lockstep.parallel.hosts.layout import Hosts, Tried
-from lockstep.parallel.layout import Assigned, leaves, merges
+from lockstep.parallel.layout import Assigned, merges
+from lockstep.parallel.layout import leaves as leaves_of
 from lockstep.parallel.shared_slices import SharedSlices, shared_arena
 
 SMALL_BYTES = 1 << 20
@@ -65,6 +59,25 @@ class Way(NamedTuple):
     reason: str
 
 
+@dataclass(frozen=True)
+class Ways:
+    """The ways in which ranks may exchange gradients besides messages between all of them.
+
+    Attributes:
+        shares_memory: whether ranks read slices in one another's memory if they can; the same on
+            all ranks.
+        is_one_host: whether, as far as this rank knows, it may be that they can.
+        hosts: hosts of the ranks, or why sums are not made host by host; the same on all ranks, but
+            for the transport inside.
+        is_measured: whether sums are made host by host only if that is measured to be quicker.
+    """
+
+    shares_memory: bool = False
+    is_one_host: bool = True
+    hosts: Hosts | str = ""
+    is_measured: bool = True
+
+
 class OrderedReduction:
     """Sums leaves (microbatches) of gradients and scalars over all ranks.
 
@@ -81,64 +94,48 @@ class OrderedReduction:
     def __init__(
         self,
         transport: Transport,
-        segments: Sequence[Segment],
-        specs: TensorSpecs,
-        *,
-        num_scalars: int,
-        num_header: int,
-        num_microbatches: int,
+        leaves: Leaves,
         ranges: Sequence[Assigned],
-        device: torch.device,
+        *,
+        num_header: int,
         bucket_bytes: int,
         gather: bool = True,
-        shares_memory: bool = False,
-        is_one_host: bool = True,
-        hosts: Hosts | str = "",
-        is_measured: bool = True,
+        ways: Ways = Ways(),
         at: Callable[[Moment], None] = lambda moment: None,
     ) -> None:
         """Lay out the memory; talks to nobody.
 
         Args:
             transport: transport between the ranks.
-            segments: dtype and number of elements of each segment of the flat gradient, one for
-                each dtype.
-            specs: where the tensors of a leaf lie in each segment.
-            num_scalars: number of float64 sums besides the gradient.
-            num_header: number of float64 values in each rank's header.
-            num_microbatches: number of leaves of the tree.
+            leaves: what is summed.
             ranges: range of microbatches of each rank, in order, without gaps.
-            device: device on which the gradients lie.
+            num_header: number of float64 values in each rank's header.
             bucket_bytes: greatest number of bytes of gradient to receive at a time.
             gather: whether every rank needs the whole sum, or just the slice it owns.
-            shares_memory: whether ranks read slices in one another's memory if they can; the same
-                on all ranks.
-            is_one_host: whether, as far as this rank knows, it may be that they can.
-            hosts: hosts of the ranks, or why sums are not made host by host; the same on all
-                ranks, but for the transport inside.
-            is_measured: whether they are only if that is measured to be quicker.
+            ways: ways in which they may be exchanged.
             at: function that is called at each moment.
         """
         rank, size = transport.rank, transport.size
+        hosts, device, num_microbatches = ways.hosts, leaves.device, leaves.num_microbatches
         self._transport, self._hosts = transport, hosts
-        self.slices = slice_up(segments, size)
+        self.slices = slice_up(leaves.segments, size)
 
         # They depend on the ranges only: made once, they hold until ranks or ranges change.
-        nodes = [merges(leaves(r), num_microbatches)[1] for r in ranges]
-        layout = ArenaLayout(segments, num_scalars, num_header)
+        nodes = [merges(leaves_of(r), num_microbatches)[1] for r in ranges]
+        layout = ArenaLayout(leaves.segments, leaves.num_scalars, num_header)
         num_rows = rows_needed(ranges[rank], num_microbatches)
         # A sharded optimizer (not `gather`) needs its slice only, so it never gets whole nodes.
         is_small = gather and sum(layout.num_bytes(len(n)) for n in nodes) <= SMALL_BYTES
-        is_shared = shares_memory and size > 1 and not is_small and device.type == "cpu"
+        is_shared = ways.shares_memory and size > 1 and not is_small and device.type == "cpu"
         memory: SharedMemory | str = "no memory is shared"
         if is_shared:
             # Messages from shared memory are slower (`shared_arena`): only where it may serve.
-            neighbours = is_one_host or (isinstance(hosts, Hosts) and hosts.inside.size > 1)
+            neighbours = ways.is_one_host or (isinstance(hosts, Hosts) and hosts.inside.size > 1)
             arena, memory = shared_arena(layout, num_rows, neighbours)
         else:
             _, [arena] = layout.allocate([num_rows], device)
         self.header = arena.header
-        self.fold = Fold(arena.rows, specs, ranges[rank], num_microbatches)
+        self.fold = Fold(arena.rows, leaves.specs, ranges[rank], num_microbatches)
         plan = ExchangePlan(
             transport, layout, arena, nodes, num_microbatches, self.slices, bucket_bytes, gather,
             device, at,
@@ -160,8 +157,8 @@ class OrderedReduction:
         else:
             by_host = SlicesByHost(plan, hosts, memory)
         # Both give the same bits, so which one is taken may depend on a measurement.
-        ways = {HIERARCHICAL: by_host, MESSAGES: self._exchange}
-        self._exchange = Tried(transport, ways, by_host.total) if is_measured else by_host
+        both = {HIERARCHICAL: by_host, MESSAGES: self._exchange}
+        self._exchange = Tried(transport, both, by_host.total) if ways.is_measured else by_host
 
     @property
     def total(self) -> Row:

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from lockstep.comm.ahead import Started
 from lockstep.comm.transport import Transport
+from lockstep.parallel.exchange import Leaves
 from lockstep.parallel.fold import (
     ArenaLayout,
     Fold,
     Row,
     Segment,
-    TensorSpecs,
     buckets,
     rows_needed,
     slice_up,
@@ -84,13 +84,9 @@ class Rounds:
     def __init__(
         self,
         transport: Transport,
-        segments: Sequence[Segment],
-        specs: TensorSpecs,
+        leaves: Leaves,
         *,
-        num_scalars: int,
-        num_microbatches: int,
         num_replicas: int,
-        device: torch.device,
         bucket_bytes: int,
         order: Sequence[int] | None = None,
     ) -> None:
@@ -98,16 +94,13 @@ class Rounds:
 
         Args:
             transport: transport between the ranks.
-            segments: dtype and number of elements of each segment of the flat gradient.
-            specs: where the tensors of a leaf lie in each segment.
-            num_scalars: number of float64 sums besides the gradient.
-            num_microbatches: number of leaves of the tree.
+            leaves: what is summed.
             num_replicas: number of ranks that compute microbatches: the first ones.
-            device: device on which the gradients lie.
             bucket_bytes: greatest number of bytes of gradient to receive at a time.
             order: numbers of the segments in the order in which all ranks take them.
         """
-        rank = transport.rank
+        rank, device, num_microbatches = transport.rank, leaves.device, leaves.num_microbatches
+        segments, specs = leaves.segments, leaves.specs
         self.transport, self._device = transport, device
         self._segments, self._specs = list(segments), specs
         self._num_microbatches, self._num_replicas = num_microbatches, num_replicas
@@ -115,7 +108,7 @@ class Rounds:
         self.slices = slice_up(segments, transport.size)
         every = Range(0, num_microbatches)
         own = [Segment(s.dtype, len(of[rank])) for s, of in zip(segments, self.slices, strict=True)]
-        layout = ArenaLayout(own, num_scalars, 0)
+        layout = ArenaLayout(own, leaves.num_scalars, 0)
         _, [arena] = layout.allocate([rows_needed(every, num_microbatches)], device)
         self._arena = arena
         # Fresh memory for each segment would cost more time than the sum itself.

@@ -16,9 +16,10 @@ import torch
 
 from lockstep.launching.rank.environment import detect
 from lockstep.launching.rank.join import open_transport
+from lockstep.parallel.exchange import Leaves
 from lockstep.parallel.fold import BLOCK, Segment
 from lockstep.parallel.layout import split
-from lockstep.parallel.reduction import OrderedReduction
+from lockstep.parallel.reduction import OrderedReduction, Ways
 
 NUMEL = (301 * BLOCK, 77 * BLOCK)
 NUM_MICROBATCHES = 5
@@ -34,15 +35,17 @@ if rank == int(sys.argv[1]):
 def laid_out(shares_memory):
     return OrderedReduction(
         transport,
-        [Segment(torch.float32, NUMEL[0]), Segment(torch.float64, NUMEL[1])],
-        [[(0, torch.Size([numel]))] for numel in NUMEL],
-        num_scalars=2,
+        Leaves(
+            [Segment(torch.float32, NUMEL[0]), Segment(torch.float64, NUMEL[1])],
+            [[(0, torch.Size([numel]))] for numel in NUMEL],
+            2,
+            NUM_MICROBATCHES,
+            torch.device("cpu"),
+        ),
+        ranges,
         num_header=1,
-        num_microbatches=NUM_MICROBATCHES,
-        ranges=ranges,
-        device=torch.device("cpu"),
         bucket_bytes=1 << 20,
-        shares_memory=shares_memory,
+        ways=Ways(shares_memory=shares_memory),
     )
 
 

@@ -35,12 +35,8 @@ def verify(
         from rich.console import Console
 
         from lockstep.cli.prove import verify as command
-    console = Console()
-    leave(
-        command.verify(
-            target, overrides or [], ranks, launchers, keep, console, quiet, meshes, resumes
-        )
-    )
+    variants = command.Variants(ranks, launchers, meshes, resumes)
+    leave(command.verify(target, overrides or [], variants, keep, Console(), quiet))
 
 
 def chaos(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -28,16 +29,43 @@ _DIGITS = 16
 """Digits of a SHA-256 in the table, which must fit 80 columns."""
 
 
+@dataclass(frozen=True)
+class Variants:
+    """The ways of training a config that must give one result.
+
+    Attributes:
+        ranks: numbers of ranks, separated by commas.
+        launchers: names of launchers, separated by commas.
+        meshes: meshes, such as `2x1x2` or `2x1x2+optimizer`, separated by commas; tried instead of
+            `ranks` if given.
+        resumes: number of runs that are stopped and resumed, each on other ranks than those before,
+            as long as there are others.
+    """
+
+    ranks: str
+    launchers: str
+    meshes: str = ""
+    resumes: int = 1
+
+    def launches(self) -> list[Launch]:
+        """Those that train from beginning to end.
+
+        Raises:
+            LockstepError: a value does not work.
+        """
+        if self.resumes < 0:
+            raise ConfigError(f"--resumes {self.resumes}: must not be negative")
+        numbers = meshes_of(self.meshes) if self.meshes else numbers_of(self.ranks)
+        return list(launches_of(self.launchers, numbers))
+
+
 def verify(
     target: str,
     overrides: Sequence[str],
-    ranks: str,
-    launchers: str,
+    variants: Variants,
     keep: Path | None,
     console: Console,
     quiet: bool = False,
-    meshes: str = "",
-    resumes: int = 1,
 ) -> int:
     """Train on each number of ranks under each launcher, and compare SHA-256s and evaluations.
 
@@ -46,15 +74,10 @@ def verify(
     Args:
         target: recipe, file or script to train.
         overrides: `key=value` items for the config.
-        ranks: numbers of ranks, separated by commas.
-        launchers: names of launchers, separated by commas.
+        variants: on what to train.
         keep: folder for the run directories; None deletes them.
         console: console to print on.
         quiet: whether to print only what has failed, and the verdict.
-        meshes: meshes, such as `2x1x2` or `2x1x2+optimizer`, separated by commas; tried instead of
-            `ranks` if given.
-        resumes: number of runs that are stopped and resumed, each on other ranks than those before,
-            as long as there are others.
 
     Returns:
         0 if all are equal, 1 if not.
@@ -63,14 +86,12 @@ def verify(
         LockstepError: something given does not work.
         SystemExit: a signal came; with the exit code that says so.
     """
-    if resumes < 0:
-        raise ConfigError(f"--resumes {resumes}: must not be negative")
-    launches = list(launches_of(launchers, meshes_of(meshes) if meshes else numbers_of(ranks)))
+    launches = variants.launches()
     if not is_script(target):
         configured(target, overrides)
     with folder_for(keep, "verify") as folder:
         training = Training(target, overrides, folder)
-        runs = _runs(training, launches, resumes, console, quiet)
+        runs = _runs(training, launches, variants.resumes, console, quiet)
         if not quiet:
             console.print(_table(runs))
         return _verdict(training, runs, console)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -14,9 +15,12 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from lockstep.config import TrainConfig
 from lockstep.data.random import Stream, random_key, seed_all
-from lockstep.engine.audit.constants import check_aliases
+from lockstep.engine.audit.constants import Constants, check_aliases
+from lockstep.engine.audit.pass_state import PassState
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.optimizer.choice import check_optimizer, default_optimizer, needs_closure
+from lockstep.engine.optimizer.schedulers import Schedulers
+from lockstep.engine.passes.buffers import ForwardState
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.passes.precision import keep_compiler_out
 from lockstep.engine.passes.stages import check_pipeline
@@ -32,6 +36,53 @@ from lockstep.nn.row import row_of, set_row
 from lockstep.nn.units import found_row
 from lockstep.parallel.axes import DepthAxis
 from lockstep.parallel.layout import Range
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model, and those of its tensors that a step changes.
+
+    Attributes:
+        model: model that is trained.
+        flat: trainable parameters in flat memory.
+        state: buffers that forward passes change.
+    """
+
+    model: nn.Module
+    flat: FlatTensors
+    state: ForwardState
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """How gradients become parameters.
+
+    Attributes:
+        optimizer: optimizer of the trainable parameters.
+        schedulers: torch schedulers of the learning rate.
+        total_steps: number of optimizer steps of the whole run.
+        first_agreed: what compression of gradients begins with (`LeafStates.agreed`).
+    """
+
+    optimizer: torch.optim.Optimizer
+    schedulers: Schedulers
+    total_steps: int
+    first_agreed: Sequence[Tensor] = ()
+
+
+@dataclass(frozen=True)
+class StepChecks:
+    """What is made sure of in each step.
+
+    Attributes:
+        constants: parameters and buffers that passes must not change.
+        pass_state: state that passes may leave in task, hooks, datasets and model.
+        order_digest: digest of the order of samples in a step, which all ranks must have alike.
+    """
+
+    constants: Constants
+    pass_state: PassState
+    order_digest: Callable[[int], int]
 
 
 class SlicedParameters:

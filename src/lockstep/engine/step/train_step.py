@@ -7,30 +7,22 @@ all ranks have what they need to apply it: once one has applied it, all others c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
-
-import torch
-from torch import Tensor, nn
 
 from lockstep.comm.host import give_back_large
 from lockstep.comm.transport import GroupBroken
 from lockstep.config import TrainConfig
-from lockstep.engine.audit.constants import Constants
-from lockstep.engine.audit.pass_state import PassState
 from lockstep.engine.audit.reachable import optimizers_in
 from lockstep.engine.audit.repetition import StepAudit
 from lockstep.engine.carry.distributed_carries import distributed_carries
-from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.optimizer.choice import needs_closure
 from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer
 from lockstep.engine.optimizer.learning_rates import LearningRates, unequal_settings
 from lockstep.engine.optimizer.optimizer_state import OptimizerState
 from lockstep.engine.optimizer.schedule import Schedule
-from lockstep.engine.optimizer.schedulers import Schedulers
 from lockstep.engine.passes.block_storage import BlockStorage
-from lockstep.engine.passes.buffers import ForwardState
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.passes.passes import Passes, StepParts
 from lockstep.engine.passes.precision import LossScale
@@ -38,7 +30,7 @@ from lockstep.engine.placement import Placement
 from lockstep.engine.runtime import Raised, Runtime
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.step.apply import Apply, Reevaluation
-from lockstep.engine.step.model import SlicedParameters
+from lockstep.engine.step.model import Optimization, SlicedParameters, StepChecks, TrainedModel
 from lockstep.engine.step.sums import Header, StepResult, StepSums, Summed, num_values
 from lockstep.engine.step.workspace import Workspace
 from lockstep.engine.tables.step_tables import Tables
@@ -78,31 +70,26 @@ class TrainStep:
         self,
         runtime: Runtime,
         config: TrainConfig,
-        model: nn.Module,
-        task_state: TaskState,
-        compute: Compute,
-        flat: FlatTensors,
-        state: ForwardState,
-        constants: Constants,
-        optimizer: torch.optim.Optimizer,
-        schedulers: Schedulers,
         placement: Placement,
-        total_steps: int,
-        pass_state: PassState,
-        order_digest: Callable[[int], int],
-        first_agreed: Sequence[Tensor] = (),
+        trained: TrainedModel,
+        compute: Compute,
+        optimization: Optimization,
+        task_state: TaskState,
+        checks: StepChecks,
     ) -> None:
-        self._runtime, self._config, self.model = runtime, config, model
+        model, flat, state = trained.model, trained.flat, trained.state
+        optimizer, total_steps = optimization.optimizer, optimization.total_steps
+        self._runtime, self.model = runtime, model
         self.placement, self.task_state, self.watched = placement, task_state, compute.watched
         self.sharded = config.shards_optimizer
         self.with_buddy = self.sharded and config.optimizer.buddy and runtime.transport.can_regroup
         self.flat, self.state, self._local = flat, state, compute.local
         self.loss_scale = LossScale(config.precision)
         self.watch = Stopwatch(placement.world.traffic)
-        self._constants = constants
-        self._audit = StepAudit(runtime, pass_state)
+        self._constants = checks.constants
+        self._audit = StepAudit(runtime, checks.pass_state)
         self.rounds_alike = True
-        self._order_digest = order_digest
+        self._order_digest = checks.order_digest
         self._storage: BlockStorage | None = None
         if config.shards_gradients:
             give_back_large()
@@ -112,12 +99,12 @@ class TrainStep:
                 row, placement, lambda moment: runtime.at(moment, placement.step)
             )
         self.carries, self._leaf_states = distributed_carries(
-            runtime, config, placement, flat, first_agreed, compute.has_carry
+            runtime, config, placement, flat, optimization.first_agreed, compute.has_carry
         )
         self.tables: Tables | None = None
         if compute.lookups.tables:
             self.tables = Tables(runtime, config, placement, compute.lookups.tables, total_steps)
-        parts = StepParts(
+        self._parts = parts = StepParts(
             runtime, config, model, compute, state, placement, self.loss_scale, self.watch,
             self.carries, self.tables, self._storage,
         )  # fmt: skip
@@ -141,7 +128,7 @@ class TrainStep:
             scheduled,
             fixed,
             self.schedule.factors,
-            schedulers,
+            optimization.schedulers,
             task_state.may_change_optimizer,
             [*optimizers_in(optimizer).values(), *([self._local.optimizer] if self._local else [])],
             is_replicated=not self.flat_optimizer.elementwise,
@@ -361,11 +348,8 @@ class TrainStep:
 
     def _lay_out(self, ranges: Sequence[Assigned]) -> Workspace:
         workspace = Workspace(
-            self._runtime,
-            self._config,
+            self._parts,
             self.flat,
-            self.state,
-            self.placement,
             ranges,
             num_scalars=self._passes.num_scalars,
             num_header=num_values(self.state.num_counters),

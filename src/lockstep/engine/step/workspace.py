@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from lockstep.comm.ahead import Started
 from lockstep.comm.transport import LocalTransport, Transport
-from lockstep.config import TrainConfig
 from lockstep.engine.faults import Moment
 from lockstep.engine.flat_tensors import FlatTensors, Slice
-from lockstep.engine.passes.buffers import ForwardState
-from lockstep.engine.placement import Placement
-from lockstep.engine.runtime import Runtime
 from lockstep.parallel.compression.reduction import (
     CompressedReduction,
     LeafStates,
@@ -22,7 +19,7 @@ from lockstep.parallel.compression.reduction import (
     Summed,
 )
 from lockstep.parallel.compression.sums import compressed_reduction
-from lockstep.parallel.exchange import copy_to_next, gather_slices, start_gathering_slices
+from lockstep.parallel.exchange import Leaves, copy_to_next, gather_slices, start_gathering_slices
 from lockstep.parallel.layout import Assigned, Range, stepped_slices
 from lockstep.parallel.norm import (
     NormPart,
@@ -33,8 +30,11 @@ from lockstep.parallel.norm import (
     in_blocks,
     sharded_block_norms,
 )
-from lockstep.parallel.reduction import OrderedReduction, Way
+from lockstep.parallel.reduction import OrderedReduction, Way, Ways
 from lockstep.parallel.rounds import Rounds
+
+if TYPE_CHECKING:
+    from lockstep.engine.passes.passes import StepParts
 
 
 class Workspace:
@@ -54,11 +54,8 @@ class Workspace:
 
     def __init__(
         self,
-        runtime: Runtime,
-        config: TrainConfig,
+        parts: StepParts,
         flat: FlatTensors,
-        state: ForwardState,
-        placement: Placement,
         ranges: Sequence[Assigned],
         *,
         num_scalars: int,
@@ -69,11 +66,8 @@ class Workspace:
         """Allocate.
 
         Args:
-            runtime: the group of ranks.
-            config: config of the run.
+            parts: what the step works on.
             flat: trainable parameters in flat memory, all of it.
-            state: buffers that forward passes change.
-            placement: where each rank is on the mesh.
             ranges: microbatches of each rank.
             num_scalars: number of float64 sums besides the gradient.
             num_header: number of float64 values in a header.
@@ -81,6 +75,9 @@ class Workspace:
             leaf_states: what compression keeps from step to step; None if gradients travel as they
                 are.
         """
+        runtime, config, state, placement = (
+            parts.runtime, parts.config, parts.state, parts.placement,
+        )  # fmt: skip
         self._transport = placement.storage
         self._placement = placement
         self._flat = flat
@@ -90,14 +87,13 @@ class Workspace:
         in_column = placement.of_column(ranges)
         self.microbatches = placement.mesh.rounds(in_column[rank])
         self.passes = placement.passes(self.microbatches)
-        segments = [*flat.segments, *state.flat.segments]
-        specs = [*flat.specs, *state.flat.specs]
-        about: dict[str, Any] = {
-            "num_scalars": num_scalars,
-            "num_microbatches": config.num_microbatches,
-            "device": runtime.device,
-            "bucket_bytes": config.bucket_bytes,
-        }
+        leaves = Leaves(
+            [*flat.segments, *state.flat.segments],
+            [*flat.specs, *state.flat.specs],
+            num_scalars,
+            config.num_microbatches,
+            runtime.device,
+        )
 
         def at(moment: Moment) -> None:
             runtime.at(moment, placement.step)
@@ -106,24 +102,21 @@ class Workspace:
         if config.shards_gradients:
             self.reduction = Rounds(
                 self._transport,
-                segments,
-                specs,
+                leaves,
                 num_replicas=len(placement.mesh.replicas),
-                order=_last_block_first(flat, len(segments), placement.late_blocks),
-                **about,
+                bucket_bytes=config.bucket_bytes,
+                order=_last_block_first(flat, len(leaves.segments), placement.late_blocks),
             )
         elif leaf_states is not None:
             summed = Summed(
                 self._transport,
-                flat.segments,
-                flat.specs,
-                state.flat.segments,
-                state.flat.specs,
+                replace(leaves, segments=flat.segments, specs=flat.specs, num_scalars=0),
+                replace(leaves, segments=state.flat.segments, specs=state.flat.specs),
+                in_column,
                 num_header=num_header,
-                ranges=in_column,
+                bucket_bytes=config.bucket_bytes,
                 feeds_back=config.compression.error_feedback,
                 states=leaf_states,
-                **about,
                 at=at,
             )
             kind = config.compression
@@ -131,16 +124,17 @@ class Workspace:
         else:
             self.reduction = OrderedReduction(
                 self._transport,
-                segments,
-                specs,
+                leaves,
+                in_column,
                 num_header=num_header,
-                ranges=in_column,
+                bucket_bytes=config.bucket_bytes,
                 gather=not self._sharded,
-                shares_memory=config.exchange != "messages",
-                is_one_host=runtime.is_one_host,
-                hosts=placement.hosts,
-                is_measured=config.exchange == "auto",
-                **about,
+                ways=Ways(
+                    shares_memory=config.exchange != "messages",
+                    is_one_host=runtime.is_one_host,
+                    hosts=placement.hosts,
+                    is_measured=config.exchange == "auto",
+                ),
                 at=at,
             )
         self.leaves: LeafSums = (
@@ -164,9 +158,9 @@ class Workspace:
         keeps_aside = with_buddy and not self._in_slices
         self._spares = [torch.empty_like(own.parameters) for own in self.every_slice if keeps_aside]
         self.take_slices()
-        parts = [NormPart(flat.segments[p.segment].dtype, *p) for p in flat.parts]
+        norm_parts = [NormPart(flat.segments[p.segment].dtype, *p) for p in flat.parts]
         holders = {part.unit: placement.lowest_rank(part.unit) for part in flat.parts}
-        self._norms = ScatteredNorms(parts, holders, placement.world.rank)
+        self._norms = ScatteredNorms(norm_parts, holders, placement.world.rank)
 
     def _stepped(self, segment: int, rank: int, with_buddy: bool) -> list[Slice]:
         """The slices of a segment that this rank steps, and the memory of each."""

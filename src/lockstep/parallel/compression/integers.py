@@ -162,12 +162,12 @@ class IntegerReduction(CompressedReduction):
             summed: what is to be summed.
             dtype: signed integer of the sum.
         """
-        segments, specs = in_blocks(summed.segments, summed.specs)
-        self._width = width(dtype, summed.num_microbatches)
+        segments, specs = in_blocks(summed.leaves.segments, summed.leaves.specs)
+        self._width = width(dtype, summed.leaves.num_microbatches)
         sizes = [s.numel for s in segments]
         self._counts = [size // BLOCK for size in sizes]
         exact = summed.ordered(more_header=-(-sum(self._counts) // _PER_WORD))
-        device = summed.device
+        device = summed.leaves.device
         self._numbers = torch.zeros(sum(sizes), dtype=dtype, device=device)
         self._of_segment = list(torch.split(self._numbers, sizes))
         self._seen = torch.zeros(sum(self._counts), dtype=torch.int16, device=device)

@@ -122,38 +122,38 @@ class LowRankReduction(CompressedReduction):
             summed: what is to be summed.
             rank: columns of a factor.
         """
-        self._matrices = matrices(summed.specs, rank)
+        self._matrices = matrices(summed.leaves.specs, rank)
         of_tensor = {(m.segment, m.tensor): m for m in self._matrices}
         segments, left = laid_out(
-            summed.segments,
+            summed.leaves.segments,
             [
                 [
                     _left(of_tensor[s, t]) if (s, t) in of_tensor else shape
                     for t, (_, shape) in enumerate(of)
                 ]
-                for s, of in enumerate(summed.specs)
+                for s, of in enumerate(summed.leaves.specs)
             ],
             _UNIT,
         )
         self._left = left
         self._whole = [
             [t for t in range(len(of)) if (s, t) not in of_tensor]
-            for s, of in enumerate(summed.specs)
+            for s, of in enumerate(summed.leaves.specs)
         ]
         exact = summed.ordered(segments, left)
         self._sums = exact.total.segments[: len(left)]
         # The matrices of a segment come one after the other.
         used = sorted({m.segment for m in self._matrices})
         right_segments, self._right_specs = laid_out(
-            [summed.segments[s] for s in used],
+            [summed.leaves.segments[s] for s in used],
             [[_right(m) for m in self._matrices if m.segment == s] for s in used],
             _UNIT,
         )
         self._right = summed.ordered_of(right_segments, self._right_specs)
-        self._no_scalars = torch.zeros(0, dtype=torch.float64, device=summed.device)
+        self._no_scalars = torch.zeros(0, dtype=torch.float64, device=summed.leaves.device)
         exact_sums = Row(exact.total.segments[len(left) :], exact.total.scalars)
         self._flat, self.total = flat_totals(summed, exact_sums)
-        super().__init__(summed, summed.segments, summed.specs, exact)
+        super().__init__(summed, summed.leaves.segments, summed.leaves.specs, exact)
 
     def restart(self) -> None:
         """Forget the leaves of a step."""
@@ -167,7 +167,7 @@ class LowRankReduction(CompressedReduction):
 
     def _take(self, exact: Sequence[Tensor | None], scalars: Tensor) -> Sequence[Tensor]:
         leaf = [segment.clone() for segment in self._leaf.segments]
-        specs = self._summed.specs
+        specs = self._summed.leaves.specs
         sent = [views(segment, of) for segment, of in zip(leaf, specs, strict=True)]
         for matrix, start in zip(self._matrices, self._starts, strict=True):
             sent[matrix.segment][matrix.tensor] = matrix.of(leaf) @ start
@@ -189,7 +189,8 @@ class LowRankReduction(CompressedReduction):
         self._right.reduce()
         pairs = zip(self._right.total.segments, self._right_specs, strict=True)
         rights = [view.clone() for segment, of in pairs for view in views(segment, of)]
-        flat = [views(s, of) for s, of in zip(self._flat.segments, self._summed.specs, strict=True)]
+        segments = zip(self._flat.segments, self._summed.leaves.specs, strict=True)
+        flat = [views(segment, of) for segment, of in segments]
         for number, whole in enumerate(self._whole):
             for tensor in whole:
                 flat[number][tensor].copy_(sums[number][tensor])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from lockstep.comm.transport import Transport
+from lockstep.parallel.exchange import Leaves
 from lockstep.parallel.fold import Fold, Row, Segment, TensorSpecs, laid_out, slice_up, views
 from lockstep.parallel.layout import Assigned, Range
 from lockstep.parallel.reduction import OrderedReduction, Way
@@ -99,15 +100,10 @@ class Summed:
 
     Attributes:
         transport: transport between the ranks.
-        segments: dtype and number of elements of each segment of the flat gradient.
-        specs: for each of them, the (offset, shape) of each tensor of a leaf.
-        exact_segments: segments that travel as they are.
-        exact_specs: for each of those, its tensors, which come last in a leaf.
-        num_scalars: number of float64 sums besides the gradient.
-        num_header: number of float64 values in each rank's header.
-        num_microbatches: number of leaves.
+        leaves: gradients to compress.
+        exact: what travels as it is, and comes last in a leaf.
         ranges: range of microbatches of each rank, in order, without gaps.
-        device: device on which the gradients lie.
+        num_header: number of float64 values in each rank's header.
         bucket_bytes: greatest number of bytes of gradient to receive at a time.
         feeds_back: whether what is cut off a leaf is added to the microbatch's next one.
         states: what compression keeps from step to step.
@@ -115,15 +111,10 @@ class Summed:
     """
 
     transport: Transport
-    segments: Sequence[Segment]
-    specs: TensorSpecs
-    exact_segments: Sequence[Segment]
-    exact_specs: TensorSpecs
-    num_scalars: int
-    num_header: int
-    num_microbatches: int
+    leaves: Leaves
+    exact: Leaves
     ranges: Sequence[Assigned]
-    device: torch.device
+    num_header: int
     bucket_bytes: int
     feeds_back: bool
     states: LeafStates
@@ -139,30 +130,23 @@ class Summed:
             specs: tensors of these.
             more_header: number of values behind each rank's header.
         """
-        return self.ordered_of(
-            [*segments, *self.exact_segments],
-            [*specs, *self.exact_specs],
-            self.num_scalars,
-            self.num_header + more_header,
+        leaves = replace(
+            self.exact,
+            segments=[*segments, *self.exact.segments],
+            specs=[*specs, *self.exact.specs],
         )
+        return self._ordered(leaves, self.num_header + more_header)
 
-    def ordered_of(
-        self,
-        segments: Sequence[Segment],
-        specs: TensorSpecs,
-        num_scalars: int = 0,
-        num_header: int = 0,
-    ) -> OrderedReduction:
+    def ordered_of(self, segments: Sequence[Segment], specs: TensorSpecs) -> OrderedReduction:
         """An ordered reduction of these segments alone, over the same ranks."""
+        return self._ordered(replace(self.leaves, segments=segments, specs=specs), 0)
+
+    def _ordered(self, leaves: Leaves, num_header: int) -> OrderedReduction:
         return OrderedReduction(
             self.transport,
-            segments,
-            specs,
-            num_scalars=num_scalars,
+            leaves,
+            self.ranges,
             num_header=num_header,
-            num_microbatches=self.num_microbatches,
-            ranges=self.ranges,
-            device=self.device,
             bucket_bytes=self.bucket_bytes,
         )
 
@@ -199,8 +183,8 @@ class CompressedReduction(ABC):
         self._summed = summed
         self._exact = exact
         self._num_tensors = sum(map(len, specs))
-        self._leaf = LeafMemory(segments, specs, summed.device)
-        every = [*summed.segments, *summed.exact_segments]
+        self._leaf = LeafMemory(segments, specs, summed.leaves.device)
+        every = [*summed.leaves.segments, *summed.exact.segments]
         self.slices = slice_up(every, summed.transport.size)
         self.fold = self
         self.restart()
@@ -278,7 +262,8 @@ LeafSums = Fold | Rounds | CompressedReduction
 
 def flat_totals(summed: Summed, exact: Row) -> tuple[LeafMemory, Row]:
     """Memory for the sum of gradients, and the whole sum, whose other parts are `exact`."""
-    memory = LeafMemory(summed.segments, summed.specs, summed.device)
+    leaves = summed.leaves
+    memory = LeafMemory(leaves.segments, leaves.specs, leaves.device)
     return memory, Row([*memory.segments, *exact.segments], exact.scalars)
 
 

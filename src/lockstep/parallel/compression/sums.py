@@ -40,18 +40,18 @@ class GatheredReduction(CompressedReduction):
             code: makes the code of a segment and its tensors.
             is_blocked: whether it wants each tensor at the beginning of a block.
         """
-        exact = summed.ordered()
+        exact, leaves = summed.ordered(), summed.leaves
         self._flat, self.total = flat_totals(summed, exact.total)
         self._whole = self._flat
-        segments, specs = list(summed.segments), [list(of) for of in summed.specs]
+        segments, specs = list(leaves.segments), [list(of) for of in leaves.specs]
         if is_blocked:
             segments, specs = in_blocks(segments, specs)
-            self._whole = LeafMemory(segments, specs, summed.device)
+            self._whole = LeafMemory(segments, specs, leaves.device)
         self._codes = [code(segment, of) for segment, of in zip(segments, specs, strict=True)]
         self._sizes = [made.num_bytes for made in self._codes]
         size, numbers = sum(self._sizes), [len(own) for own in summed.ranges]
         self._counts = [number * size // WORD for number in numbers]
-        self._incoming = torch.zeros(sum(numbers), size, dtype=torch.uint8, device=summed.device)
+        self._incoming = torch.zeros(sum(numbers), size, dtype=torch.uint8, device=leaves.device)
         self._outgoing = torch.zeros_like(self._incoming[: numbers[summed.transport.rank]])
         super().__init__(summed, segments, specs, exact)
 
@@ -101,18 +101,19 @@ class DrawnReduction(CompressedReduction):
             ratio: part of each tensor's elements to send.
         """
         self._ratio = ratio
-        self._shapes = [[shape for _, shape in of] for of in summed.specs]
+        leaves = summed.leaves
+        self._shapes = [[shape for _, shape in of] for of in leaves.specs]
         counts = [[num_kept(shape, ratio) for shape in of] for of in self._shapes]
         self._tensors = [
             [slice(first, last) for first, last in pairwise(accumulate(of, initial=0))]
             for of in counts
         ]
-        kept, specs = laid_out(summed.segments, [[torch.Size([sum(of)])] for of in counts], 1)
+        kept, specs = laid_out(leaves.segments, [[torch.Size([sum(of)])] for of in counts], 1)
         exact = summed.ordered(kept, specs)
         self._sums = exact.total.segments[: len(kept)]
         exact_sums = Row(exact.total.segments[len(kept) :], exact.total.scalars)
         self._flat, self.total = flat_totals(summed, exact_sums)
-        super().__init__(summed, summed.segments, summed.specs, exact)
+        super().__init__(summed, leaves.segments, leaves.specs, exact)
 
     def restart(self) -> None:
         """Forget the leaves of a step."""
@@ -120,8 +121,8 @@ class DrawnReduction(CompressedReduction):
         shapes = [shape for of in self._shapes for shape in of]
         indices = iter(drawn(shapes, self._ratio, self._summed.states.key))
         self._indices = [
-            torch.cat([next(indices) + offset for offset, _ in of]).to(self._summed.device)
-            for of in self._summed.specs
+            torch.cat([next(indices) + offset for offset, _ in of]).to(self._summed.leaves.device)
+            for of in self._summed.leaves.specs
         ]
 
     def _take(self, exact: Sequence[Tensor | None], scalars: Tensor) -> Sequence[Tensor]:
@@ -141,7 +142,7 @@ class DrawnReduction(CompressedReduction):
 
     def _show_non_finite(self, segment: int, values: Tensor) -> None:
         """Send NaN for a tensor that has some, also where it was not drawn."""
-        ranges = positions(self._summed.specs[segment])
+        ranges = positions(self._summed.leaves.specs[segment])
         for own, kept in zip(ranges, self._tensors[segment], strict=True):
             if not self._leaf.segments[segment][own.first : own.last].isfinite().all():
                 values[kept] = torch.nan

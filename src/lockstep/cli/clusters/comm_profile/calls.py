@@ -18,11 +18,11 @@ from torch.distributed.distributed_c10d import PrefixStore
 from lockstep.comm.shared_memory import are_on_one_host
 from lockstep.comm.transport import Transport, offsets
 from lockstep.launching.rank.environment import Environment
-from lockstep.parallel.exchange import copy_to_next
+from lockstep.parallel.exchange import Leaves, copy_to_next
 from lockstep.parallel.fold import BLOCK, Segment
 from lockstep.parallel.layout import Range, split
 from lockstep.parallel.mesh import Mesh
-from lockstep.parallel.reduction import OrderedReduction
+from lockstep.parallel.reduction import OrderedReduction, Ways
 from lockstep.planning.profile import Scope
 
 Call = Callable[[], object]
@@ -49,16 +49,17 @@ def _ordered_sum(transport: Transport, num_bytes: int, device: torch.device) -> 
     numel = -(-num_bytes // (4 * BLOCK)) * BLOCK
     reduction = OrderedReduction(
         transport,
-        [Segment(torch.float32, numel)],
-        [[(0, torch.Size([numel]))]],
-        num_scalars=_NUM_SCALARS,
+        Leaves(
+            [Segment(torch.float32, numel)],
+            [[(0, torch.Size([numel]))]],
+            _NUM_SCALARS,
+            size,
+            device,
+        ),
+        Mesh.of(size, size).microbatches,
         num_header=_NUM_HEADER,
-        num_microbatches=size,
-        ranges=Mesh.of(size, size).microbatches,
-        device=device,
         bucket_bytes=_BUCKET_BYTES,
-        shares_memory=True,
-        is_one_host=are_on_one_host(transport),
+        ways=Ways(shares_memory=True, is_one_host=are_on_one_host(transport)),
     )
     reduction.header.zero_()
     # Zeros stay what they are however often they are added up.

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from lockstep.cli.options import folder_for, shown_status
-from lockstep.cli.prove.chaos.plan import HANG_TIMEOUT_S, STALL_S, Incident, What, draw
+from lockstep.cli.prove.chaos.plan import HANG_TIMEOUT_S, STALL_S, Group, Incident, What, draw
 from lockstep.cli.prove.chaos.verdict import (
     Effect,
     Row,
@@ -114,11 +114,11 @@ def chaos(
         with shown_status(console, "training without faults", quiet):
             reference = trained([sessions.run(folder / "reference", [])])
         keys = _keys(target, overrides)
-        plan = draw(
-            num_faults, ranks.number, int(reference.result["step"]), seed, ranks.replacements,
-            keys.data.num_workers > 0, keys.mesh.tp, keys.mesh.pp,
+        group = Group(
+            ranks.number, ranks.replacements, keys.data.num_workers > 0, keys.mesh.tp, keys.mesh.pp,
             {row["moment"] for row in faults.logged(log_of(folder / "reference"))},
         )  # fmt: skip
+        plan = draw(num_faults, int(reference.result["step"]), seed, group)
         effects: list[Effect] = []
         results: list[SessionResult] = []
         run_dir = folder / "chaos"

@@ -96,17 +96,34 @@ class Incident:
         return self.what in ("kill", "stop", "edit", "start", "job", "corrupt")
 
 
+@dataclass(frozen=True)
+class Group:
+    """The ranks that faults strike.
+
+    Attributes:
+        num_ranks: number of ranks at the start of each session, at least 2.
+        replacements: greatest number of processes that join later in each session.
+        has_workers: whether ranks have processes that fetch data for them.
+        tp: number of ranks that share out the shards of a stage.
+        pp: number of stages.
+        moments: moments that ranks reach when nothing goes wrong.
+    """
+
+    num_ranks: int
+    replacements: int = 0
+    has_workers: bool = False
+    tp: int = 1
+    pp: int = 1
+    moments: Collection[Moment] = MOMENTS
+
+
 @dataclass
 class Draw:
     """Draws incidents that leave at least one process alive or end the session."""
 
-    num_ranks: int
-    replacements: int
-    has_workers: bool
+    group: Group
     source: random.Random
-    tp: int = 1
-    pp: int = 1
-    moments: tuple[Moment, ...] = MOMENTS
+    moments: tuple[Moment, ...]
     alive: list[int] = field(default_factory=list)
     columns: list[int] = field(default_factory=list)
     last_kill: int | None = None
@@ -118,14 +135,14 @@ class Draw:
     def begin_session(self, step: int) -> None:
         """Begin a session: all processes are alive, and go on from about this step."""
         self.is_starting, self.first_step = True, step
-        self.alive = list(range(self.num_ranks))
+        self.alive = list(range(self.group.num_ranks))
         self.columns = [rank % self._num_columns for rank in self.alive]
         self.last_kill = self.last_exception = None
         self.is_edited = False
 
     @property
     def _num_columns(self) -> int:
-        return self.tp * self.pp
+        return self.group.tp * self.group.pp
 
     def _victims(self, what: What) -> list[int]:
         """Slots that a incident can strike."""
@@ -137,9 +154,9 @@ class Draw:
     def _what(self, step: int) -> What:
         """A kind of incident that is possible now."""
         weights = dict(_WEIGHTS)
-        if not self.has_workers:
+        if not self.group.has_workers:
             del weights["worker"]
-        if not self.replacements or self.is_edited:
+        if not self.group.replacements or self.is_edited:
             del weights["edit"]
         if not self.is_starting:
             del weights["start"]
@@ -161,7 +178,7 @@ class Draw:
 
     def _computing(self) -> list[int]:
         """Living processes that compute microbatches; the others are spares."""
-        spares = Mesh(1, tuple(self.columns), self.tp, self.pp).incomplete
+        spares = Mesh(1, tuple(self.columns), self.group.tp, self.group.pp).incomplete
         return [slot for rank, slot in enumerate(self.alive) if rank not in spares]
 
     def _dies(self, slot: int) -> None:
@@ -178,7 +195,7 @@ class Draw:
             return Incident(what, self.first_step, (self._start(),))
         if what in ("job", "corrupt"):
             # Also of ranks that should be dead: the moment of their fault may be still to come.
-            slots = range(self.num_ranks + self.replacements)
+            slots = range(self.group.num_ranks + self.group.replacements)
             faults = tuple(PlannedFault(slot, step, "committed") for slot in slots)
             return Incident(what, step, faults)
         fatal = what in ("kill", "stop", "edit")
@@ -205,7 +222,7 @@ class Draw:
             self.last_kill = step
         if what == "edit":
             self.is_edited = True
-            joiner = PlannedFault(self.num_ranks, 0, "join", "edit")
+            joiner = PlannedFault(self.group.num_ranks, 0, "join", "edit")
             return Incident(what, fault.step, (fault, joiner))
         return Incident(what, fault.step, (fault,))
 
@@ -239,29 +256,14 @@ class Draw:
         return self.source.choice((0.0, self.source.uniform(0, _MOST_DELAY_S)))
 
 
-def draw(
-    num_incidents: int,
-    num_ranks: int,
-    num_steps: int,
-    seed: int,
-    replacements: int = 0,
-    has_workers: bool = False,
-    tp: int = 1,
-    pp: int = 1,
-    moments: Collection[Moment] = MOMENTS,
-) -> list[list[Incident]]:
+def draw(num_incidents: int, num_steps: int, seed: int, group: Group) -> list[list[Incident]]:
     """The incidents of each session of a run.
 
     Args:
         num_incidents: number of incidents in all.
-        num_ranks: number of ranks at the start of each session, at least 2.
         num_steps: number of optimizer steps of the run.
         seed: seed that the plan is drawn with.
-        replacements: greatest number of processes that join later in each session.
-        has_workers: whether ranks have processes that fetch data for them.
-        tp: number of ranks that share out the shards of a stage.
-        pp: number of stages.
-        moments: moments that ranks reach when nothing goes wrong.
+        group: ranks that the faults strike.
 
     Raises:
         ConfigError: the run has not enough steps.
@@ -271,8 +273,8 @@ def draw(
             f"--faults {num_incidents}: a run of {num_steps} steps has room for "
             f"{max(num_steps - 2, 0)}; set steps= higher"
         )
-    known = tuple(m for m in MOMENTS if m in moments and m not in _OUTSIDE)
-    drawn = Draw(num_ranks, replacements, has_workers, random.Random(seed), tp, pp, known)
+    known = tuple(m for m in MOMENTS if m in group.moments and m not in _OUTSIDE)
+    drawn = Draw(group, random.Random(seed), known)
     drawn.begin_session(0)
     sessions: list[list[Incident]] = [[]]
     for step in sorted(drawn.source.sample(range(1, num_steps - 1), num_incidents)):
