@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lockstep.config import TrainConfig
-from lockstep.engine.carry.carries import Carry
+from lockstep.engine.carry import Carry
 from lockstep.engine.carry.distributed_carries import DistributedCarries
 from lockstep.launching.rank.environment import detect
 from lockstep.launching.rank.join import open_transport

@@ -20,7 +20,7 @@ from lockstep.launching.rank.environment import detect
 from lockstep.launching.rank.join import open_transport
 from lockstep.parallel.exchange import Leaves
 from lockstep.parallel.fold import BLOCK, Segment
-from lockstep.parallel.hosts.layout import Hosts, meet_hosts
+from lockstep.parallel.hosts import Hosts, meet_hosts
 from lockstep.parallel.mesh import Mesh
 from lockstep.parallel.reduction import OrderedReduction, Ways
 

@@ -20,7 +20,7 @@ from host_sums import laid_out
 from lockstep.comm.transport import Transport
 from lockstep.launching.rank.environment import detect
 from lockstep.launching.rank.join import open_transport
-from lockstep.parallel.hosts.layout import meet_hosts
+from lockstep.parallel.hosts import meet_hosts
 from peers.models import workload
 
 

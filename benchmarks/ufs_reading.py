@@ -18,10 +18,10 @@ from typing import Any
 
 import netCDF4
 
+from lockstep.systems.ufs.fields import DEFAULT_INPUTS, VARIABLES
 from lockstep.systems.ufs.fields.bands import Selection, keep_bands
 from lockstep.systems.ufs.fields.rows import gather
 from lockstep.systems.ufs.fields.sources import find_sources
-from lockstep.systems.ufs.fields.variables import DEFAULT_INPUTS, VARIABLES
 from lockstep.systems.ufs.synthetic import write_history
 
 SHAPE = (721, 1440)

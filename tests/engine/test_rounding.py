@@ -44,7 +44,7 @@ def test_both_machines_are_named() -> None:
 def test_going_on_where_floating_point_rounds_otherwise_is_said(
     lockstep: Any, tmp_path: Path
 ) -> None:
-    begun = lockstep("train", "digits", "steps=4", "stop_at_step=2", "--run-dir", "run", cold=True)
+    begun = lockstep("train", "digits", "steps=4", "stop_at_step=2", "--run-dir", "run")
     assert begun.returncode == 0, begun.stderr
     other = {"ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE", "cold": True}
     refused = lockstep("resume", "run", "strict=true", **other)

@@ -24,7 +24,7 @@ from lockstep.launching.api import SESSION, Session
 from lockstep.launching.rank.environment import detect, first_host, num_hosts
 from lockstep.launching.targets import trusted_target
 from lockstep.observe import Measured, Predicted, StepCost, event_from_row, read_events, read_result
-from lockstep.observe.reading.diagnosis.facts import calls_of
+from lockstep.observe.reading.diagnosis import calls_of
 from lockstep.observe.reading.diagnosis.verdict import causes, diagnosis_lines
 from lockstep.observe.reading.differences import cost_of_run, part_of_curves
 from lockstep.observe.reading.follow import read_run

@@ -222,7 +222,7 @@ def test_a_copy_that_cannot_be_rebuilt(launch: Callable[..., ls.Result]) -> None
         ({"num_ranks": 0}, "num_ranks=0: must be an integer of at least 1"),
         ({"num_ranks": "2"}, "num_ranks='2': must be"),
         ({"num_ranks": True}, "num_ranks=True: must be"),
-        ({"launcher": "torchrun"}, "launcher='torchrun': must be one of local, mpi"),
+        ({"launcher": "torchrun"}, "launcher='torchrun': must be one of mpi, local"),
         ({"replacements": -1}, "replacements=-1: must be"),
         ({"task": Line}, "needs a Task, got .*; call Line()"),
         ({"task": 3}, "needs a Task, got 3"),

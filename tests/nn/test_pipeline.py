@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lockstep.errors import TaskError
 from lockstep.nn.cutting import every_tensor, held_tensors, keep, load_held, units_of
 from lockstep.nn.holding import Holding, Unit
-from lockstep.nn.pipeline import Pipeline, StageDone
+from lockstep.nn.row import Pipeline, StageDone
 from lockstep.parallel.axes import DepthAxis
 from lockstep.parallel.layout import Range
 

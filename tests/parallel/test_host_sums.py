@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from sums import NUM_SCALARS, PLACES, SEGMENTS, Leaf, row_bits, tree_sum, wild_leaves
 from tests.thread_transport import ThreadTransport, on_ranks
 
+from lockstep.parallel import hosts as hosts_layout
 from lockstep.parallel import reduction
 from lockstep.parallel.exchange import Exchange, Leaves, add_up
 from lockstep.parallel.fold import BLOCK, Row, parts_of
-from lockstep.parallel.hosts import layout as hosts_layout
-from lockstep.parallel.hosts.exchange import gather_slices_by_host
-from lockstep.parallel.hosts.layout import (
+from lockstep.parallel.hosts import (
     Hosts,
     Tried,
     cut,
@@ -29,6 +28,7 @@ from lockstep.parallel.hosts.layout import (
     ranks_of_hosts,
     shares,
 )
+from lockstep.parallel.hosts.exchange import gather_slices_by_host
 from lockstep.parallel.layout import Range, leaves, merges, split
 from lockstep.parallel.reduction import OrderedReduction, Ways
 

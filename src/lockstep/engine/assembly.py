@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import nn
 
 from lockstep.config import TrainConfig
-from lockstep.config.parsing import shown
 from lockstep.data.loader import BatchSource
 from lockstep.data.sampler import BatchLayout
 from lockstep.engine.audit.constants import Constants
@@ -23,7 +22,7 @@ from lockstep.engine.evaluation.batches import (
 )
 from lockstep.engine.evaluation.evaluation import Evaluation, evaluations
 from lockstep.engine.flat_tensors import FlatTensors
-from lockstep.engine.hook import Hook
+from lockstep.engine.hook import Hook, checked_hooks
 from lockstep.engine.optimizer.learning_rates import first_change, values_of
 from lockstep.engine.optimizer.schedulers import build_schedulers
 from lockstep.engine.passes.batch_loss import check_batch_loss_fits
@@ -56,6 +55,7 @@ from lockstep.nn.cutting import keep, shards_of, units_of
 from lockstep.nn.module_row import ModuleRow
 from lockstep.nn.row import row_of, set_row
 from lockstep.parallel.compression.sums import first_agreed
+from lockstep.parallel.layout import Range
 
 T = TypeVar("T")
 
@@ -114,20 +114,15 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     def on_all(action: Callable[[], T]) -> T:
         return everywhere(transport, action)
 
-    task_state = on_all(lambda: TaskState(task, checked_hooks(task)))
-    if config.mesh.tp * config.mesh.pp > 1 or config.shards_parameters:
-        on_all(lambda: _check_whole_model(task_state, config))
-    if has_carry(task):
-        on_all(lambda: _check_carry_fits(task, config))
-    on_all(lambda: check_batch_loss_fits(task, config))
+    task_state = on_all(lambda: _checked_task(task, config))
     model, compute, optimizer = on_all(lambda: built(task, config, runtime.device))
     local = compute.local.optimizer if compute.local else None
     schedulers = on_all(lambda: build_schedulers(task, local or optimizer, config))
     sizes = {"mesh.pp": config.mesh.pp, "mesh.tp": config.mesh.tp}
     on_all(lambda: check_tables_fit(compute.lookups.tables, sizes))
     check_start(transport, model)
-    start = {"the model's start": model_digest(model)}
-    start |= {f"table {n}": table.description for n, table in compute.lookups.tables.items()}
+    facts: dict[str, Any] = {"config": config.hash, "the model's start": model_digest(model)}
+    facts |= {f"table {n}": table.description for n, table in compute.lookups.tables.items()}
     shards = shards_of(model)
     flat = on_all(
         lambda: FlatTensors(
@@ -139,7 +134,6 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         ),
     )
     sampler, loader, order = on_all(lambda: training_data(task, config, runtime.device))
-    facts: dict[str, Any] = {"config": config.hash, **start}
     facts |= {"number of samples": sampler.num_samples, "order of samples": order}
     facts["data"] = on_all(task.data_digest)
     check_same(transport, facts)
@@ -189,25 +183,13 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         )
         del whole
     stages = on_all(lambda: stages_of(model, compute, config, loader))
-    row = row_of(model)
-    if row is not None and row.has_stages:
-        row.untie()
-    placement = Placement(config, runtime, model, stages)
-    if not transport.is_joining:  # joining ranks get a place later
-        placement.arrange()
-    if placement.is_split and not transport.is_joining:
-        flat = flat.restricted(placement.own)
-        keep(model, placement.own)
+    placement, flat = _placed(config, runtime, model, stages, flat)
     gathered = compute.batch_loss.kept_bytes(config.batch_size) if compute.batch_loss else 0
     kept = Kept(flat, optimizer, compute.phases.are_several, local, gathered)
     size, can_regroup = placement.data.size, transport.can_regroup
     on_all(lambda: check_memory(config, model, kept, size, can_regroup))
     constants = Constants(model, trial.changed)
-    datasets = {"train": loader.dataset} | {name: e.dataset for name, e in splits.items()}
-    pass_state = PassState(task_state, model, datasets, config.seed, config.checkpoint.every)
-    loader.guard = compute.guard = pass_state.guard
-    for evaluation in splits.values():
-        evaluation.watch(pass_state.guard)
+    pass_state = _watched(config, task_state, model, compute, loader, splits)
     on_all(task_state.check)
     facts["phases"] = compute.phases.description()
     facts["hooks"] = [type(hook).__name__ for hook in task_state.hooks]
@@ -244,25 +226,57 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     )
 
 
-def checked_hooks(task: Task) -> tuple[Hook, ...]:
-    """The task's hooks.
+def _checked_task(task: Task, config: TrainConfig) -> TaskState:
+    """The task and its hooks, which the config fits.
 
     Raises:
-        TaskError: one of them is not a hook, or has settings that exclude each other.
+        LockstepError: it does not, or a hook is none.
     """
-    hooks: object = task.hooks()
-    where = f"{type(task).__name__}.hooks"
-    if not isinstance(hooks, (list, tuple)):
-        raise TaskError(f"{where}: must return a list of hooks, returned {shown(hooks)}")
-    for hook in hooks:
-        if not isinstance(hook, Hook):
-            raise TaskError(f"{where}: {shown(hook)} is no lockstep.Hook")
-        if hook.first_only and hook.changes_model:
-            raise TaskError(
-                f"{where}: {type(hook).__name__} has first_only = True and changes_model = True; "
-                "what changes the model must run on every rank"
-            )
-    return tuple(hooks)
+    task_state = TaskState(task, checked_hooks(task))
+    if config.mesh.tp * config.mesh.pp > 1 or config.shards_parameters:
+        _check_whole_model(task_state, config)
+    if has_carry(task):
+        _check_carry_fits(task, config)
+    check_batch_loss_fits(task, config)
+    return task_state
+
+
+def _placed(
+    config: TrainConfig,
+    runtime: Runtime,
+    model: nn.Module,
+    stages: Sequence[Range],
+    flat: FlatTensors,
+) -> tuple[Placement, FlatTensors]:
+    """The place of each rank, and the parameters that this one holds there; a collective."""
+    row = row_of(model)
+    if row is not None and row.has_stages:
+        row.untie()
+    placement = Placement(config, runtime, model, stages)
+    if runtime.transport.is_joining:  # it gets a place later
+        return placement, flat
+    placement.arrange()
+    if placement.is_split:
+        flat = flat.restricted(placement.own)
+        keep(model, placement.own)
+    return placement, flat
+
+
+def _watched(
+    config: TrainConfig,
+    task_state: TaskState,
+    model: nn.Module,
+    compute: Compute,
+    loader: BatchSource,
+    splits: dict[str, Evaluation],
+) -> PassState:
+    """Watch the state that passes may leave behind, in training and in evaluations."""
+    datasets = {"train": loader.dataset} | {name: e.dataset for name, e in splits.items()}
+    pass_state = PassState(task_state, model, datasets, config.seed, config.checkpoint.every)
+    loader.guard = compute.guard = pass_state.guard
+    for evaluation in splits.values():
+        evaluation.watch(pass_state.guard)
+    return pass_state
 
 
 def _check_groups_kept(changed: str) -> None:

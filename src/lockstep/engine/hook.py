@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.config import TrainConfig
+from lockstep.config.parsing import shown
 from lockstep.engine.task import Task
 from lockstep.engine.task.task_config import TOTAL_STEPS, length_reads
 from lockstep.errors import TaskError
@@ -174,3 +175,24 @@ class Hook:
                 f"{type(self).__name__}.load_state_dict: is missing; there is state to load: "
                 f"{', '.join(sorted(state))}"
             )
+
+
+def checked_hooks(task: Task) -> tuple[Hook, ...]:
+    """The task's hooks.
+
+    Raises:
+        TaskError: one of them is not a hook, or has settings that exclude each other.
+    """
+    hooks: object = task.hooks()
+    where = f"{type(task).__name__}.hooks"
+    if not isinstance(hooks, (list, tuple)):
+        raise TaskError(f"{where}: must return a list of hooks, returned {shown(hooks)}")
+    for hook in hooks:
+        if not isinstance(hook, Hook):
+            raise TaskError(f"{where}: {shown(hook)} is no lockstep.Hook")
+        if hook.first_only and hook.changes_model:
+            raise TaskError(
+                f"{where}: {type(hook).__name__} has first_only = True and changes_model = True; "
+                "what changes the model must run on every rank"
+            )
+    return tuple(hooks)

@@ -20,7 +20,7 @@ from lockstep.nn.row import row_of
 from lockstep.nn.sharded.regions import Moment, Region
 from lockstep.parallel.axes import DepthAxis, ShardAxis
 from lockstep.parallel.axes import Moment as PipelineMoment
-from lockstep.parallel.hosts.layout import Hosts, meet_hosts
+from lockstep.parallel.hosts import Hosts, meet_hosts
 from lockstep.parallel.layout import Assigned, Pass, Range, one_forward_one_backward, split
 from lockstep.parallel.mesh import NEW, Mesh, rearranged
 

@@ -19,6 +19,7 @@ from lockstep.engine.checkpoint.kept_directory import kept_if_refused
 from lockstep.engine.checkpoint.listing import read_hint
 from lockstep.engine.checkpoint.origin import settled
 from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.recovery import SURVIVABLE
 from lockstep.engine.snapshot.restore import find_snapshot
 from lockstep.engine.task import Task, with_config
 from lockstep.errors import CheckpointError, LaunchError, LockstepError, RankFailure, TaskFailure
@@ -35,8 +36,6 @@ from lockstep.launching.start import rank_command, start_shown
 from lockstep.launching.transfer import copied, target_of
 from lockstep.launching.warm.proxy import through_proxy
 from lockstep.launching.warm.starting import new_server
-
-LAUNCHERS = ("local", "mpi")
 
 
 class NothingSaved(KeyboardInterrupt):
@@ -165,8 +164,8 @@ def _check(num_ranks: int, launcher: str | None, replacements: int) -> str:
     for name, value, least in (("num_ranks", num_ranks, 1), ("replacements", replacements, 0)):
         if type(value) is not int or value < least:
             raise LaunchError(f"{name}={shown(value)}: must be an integer of at least {least}")
-    if launcher is not None and launcher not in LAUNCHERS:
-        raise LaunchError(f"launcher={shown(launcher)}: must be one of {', '.join(LAUNCHERS)}")
+    if launcher is not None and launcher not in SURVIVABLE:
+        raise LaunchError(f"launcher={shown(launcher)}: must be one of {', '.join(SURVIVABLE)}")
     return launcher or "local"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lockstep.engine.recovery import SURVIVABLE
 from lockstep.errors import LaunchError
 from lockstep.launching.api import Session
 from lockstep.launching.host.output_pump import pumped_output
@@ -34,9 +35,6 @@ from lockstep.observe import Sinks, event_from_row, view
 from lockstep.observe.text import count
 
 LAUNCHERS = ("python", "local", "mpi", "torchrun")
-
-SURVIVABLE = ("mpi", "local")
-"""Launchers under which the other ranks go on when one is lost."""
 
 _MOST_DELAY_S = 60.0
 

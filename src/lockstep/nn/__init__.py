@@ -1,6 +1,6 @@
 """Layers that several ranks have together: cut into shards, or tables with rows on all ranks."""
 
-from lockstep.nn.pipeline import Pipeline
+from lockstep.nn.row import Pipeline
 from lockstep.nn.sharded.layers import (
     ColumnLinear,
     RowLinear,

@@ -31,15 +31,14 @@ def new_figure(width: float, height: float, title: str = "", extra: str = "ufs")
     return figure
 
 
-def picture_path(path: Path) -> Path:
-    """A path that `save` can write to by its ending.
+def check_picture(path: Path) -> None:
+    """Refuse a path that `save` does not know how to write to.
 
     Raises:
         ConfigError: it ends neither in .svg nor in .png.
     """
     if path.suffix.lower() not in (".svg", ".png"):
         raise ConfigError(f"{path}: must end in .svg or .png")
-    return path
 
 
 def save(figure: Any, path: Path) -> Path:

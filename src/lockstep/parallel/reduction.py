@@ -34,8 +34,8 @@ from lockstep.parallel.exchange import (
     gather_slices,
 )
 from lockstep.parallel.fold import ArenaLayout, Fold, Row, rows_needed, slice_up
+from lockstep.parallel.hosts import Hosts, Tried
 from lockstep.parallel.hosts.exchange import NodesByHost, SlicesByHost, gather_slices_by_host
-from lockstep.parallel.hosts.layout import Hosts, Tried
 from lockstep.parallel.layout import Assigned, merges
 from lockstep.parallel.layout import leaves as leaves_of
 from lockstep.parallel.shared_slices import SharedSlices, shared_arena

@@ -17,14 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.config.parsing import as_type, parse_object
+from lockstep.engine.recovery import SURVIVABLE
 from lockstep.planning.measurements import Facts
 from lockstep.planning.network import Network
 from lockstep.planning.prediction import Layout, Prediction, layouts, predict
 from lockstep.planning.profile import check_format, read_json
 
 _HOUR_S = 3600.0
-IN_PLACE = ("mpi", "local")
-"""Launchers under which the others go on when a rank is lost."""
 REGROUP_S = 1.0
 """Seconds until survivors go on: more than docs/benchmarks/recovery.md has measured."""
 
@@ -62,7 +61,7 @@ def losses(facts: Facts, prediction: Prediction, hours_between: float) -> Losses
     interval_s = max(math.sqrt(2 * facts.checkpoint_s * between_s), prediction.step_s)
     again_s = facts.start_s + interval_s / 2
     in_place = None
-    if facts.launcher in IN_PLACE and _survives(prediction.layout, facts):
+    if facts.launcher in SURVIVABLE and _survives(prediction.layout, facts):
         in_place = min(1.0, (REGROUP_S + prediction.step_s / 2) / between_s)
     return Losses(
         interval_s=interval_s,

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.conftest import environment
 
 # In a process of its own, because importing the module initialises MPI.
 SCRIPT = """
@@ -41,5 +42,6 @@ def test_no_address_that_answers_is_an_error() -> None:
 
 def run(port: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(port)], capture_output=True, text=True, check=False
-    )
+        [sys.executable, "-c", SCRIPT, str(port)],
+        env=environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.conftest import environment
 
 from lockstep.launching.job.commands import mpirun_command, rank_environment
 
@@ -112,7 +113,7 @@ print("left:", sum(map(bool, comms)))
 def test_a_further_training_frees_the_communicator_of_the_one_before() -> None:
     command = mpirun_command(2, [sys.executable, "-c", FURTHER], cores=1)
     done = subprocess.run(
-        command.argv, env=rank_environment(1), capture_output=True, text=True, timeout=120
+        command.argv, env=environment(), capture_output=True, text=True, timeout=120
     )
     assert done.stdout.splitlines() == ["left: 1"] * 2, done.stderr
 
@@ -137,7 +138,7 @@ os._exit(0)
 def test_a_rank_that_dies_before_all_have_met_is_told_of() -> None:
     command = mpirun_command(3, [sys.executable, "-c", EARLY], cores=1)
     done = subprocess.run(
-        command.argv, env=rank_environment(1), capture_output=True, text=True, timeout=120
+        command.argv, env=environment(), capture_output=True, text=True, timeout=120
     )
     said = done.stdout.splitlines()
     assert len(said) == 2, done.stderr

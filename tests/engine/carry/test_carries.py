@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.thread_transport import on_ranks
 
-from lockstep.engine.carry.carries import (
+from lockstep.engine.carry import (
     Carries,
     Carry,
     check_carry,

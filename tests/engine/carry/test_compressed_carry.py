@@ -11,7 +11,7 @@ from tests.thread_transport import ThreadTransport, on_ranks
 
 from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.config import CompressionConfig, TrainConfig
-from lockstep.engine.carry.carries import Carry, named_tensors
+from lockstep.engine.carry import Carry, named_tensors
 from lockstep.engine.carry.distributed_carries import CompressedCarries, distributed_carries
 from lockstep.parallel.compression.reduction import BLOCK as SCALED
 from lockstep.parallel.fold import BLOCK, Segment

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.conftest import environment
 
 from lockstep.comm.call_records import read_calls
 
@@ -71,7 +71,7 @@ def run(tmp_path: Path, what: str) -> tuple[subprocess.CompletedProcess[str], fl
         capture_output=True,
         text=True,
         timeout=30,
-        env=os.environ,
+        env=environment(),
     )
     return done, time.monotonic() - started
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import LaunchError
-from lockstep.launching.slurm.resources import Resources, seconds
+from lockstep.launching.slurm import Resources, seconds
 from lockstep.launching.slurm.script import RUN_DIR, BatchJob, script
 
 NASTY = "a 'b' \"$(touch owned)\" `touch owned` $HOME; \\"

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.launching.rank.early import is_rank
+from lockstep.observe.monitor.alerts import Action, Condition, Rule
 from lockstep.observe.monitor.alerts.manager import Actions, as_variables
-from lockstep.observe.monitor.alerts.rules import Action, Condition, Rule
 from lockstep.observe.monitor.watch import Alert
 
 ALERT = Alert("high", "on", "runs/a b", "digits", 7, "loss 3 is above 2", 10.0, 12.5)

@@ -10,8 +10,8 @@ from tests.observe.monitor.watched_runs import LOST, RECOVERED, START, ended, mo
 from tests.observe.reading.test_histories import PLAN, done, joined
 from tests.observe.reading.test_runs import run_in
 
+from lockstep.observe.monitor.alerts import Rules
 from lockstep.observe.monitor.alerts.manager import AlertManager
-from lockstep.observe.monitor.alerts.rules import Rules
 from lockstep.observe.monitor.watch import Watch
 from lockstep.observe.reading.follow import EVENTS
 

@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.observe.monitor.alerts.rules import KINDS, Condition, read_rules, rule_lines
+from lockstep.observe.monitor.alerts import KINDS, Condition, read_rules, rule_lines
 
 GOOD = """
 rules:

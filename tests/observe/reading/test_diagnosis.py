@@ -9,7 +9,7 @@ from tests.observe.reading.test_runs import run_in
 from lockstep import errors
 from lockstep.comm.calls import KINDS, CallRing
 from lockstep.engine.checkpoint.run_directory import RunDirectory
-from lockstep.observe.reading.diagnosis.facts import calls_of
+from lockstep.observe.reading.diagnosis import calls_of
 from lockstep.observe.reading.diagnosis.verdict import causes, diagnosis_lines
 from lockstep.observe.reading.follow import EVENTS, read_run
 from lockstep.observe.reading.listing import summarise

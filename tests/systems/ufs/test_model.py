@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lockstep.systems.ufs.fields import DEFAULT_INPUTS
 from lockstep.systems.ufs.fields.rows import Scale
-from lockstep.systems.ufs.fields.variables import DEFAULT_INPUTS
 from lockstep.systems.ufs.model import SeaIceNet
 from lockstep.systems.ufs.report.scores import (
     BalanceOperator,

@@ -21,7 +21,7 @@ from lockstep.errors import LaunchError, file_errors
 from lockstep.launching.api import Session
 from lockstep.launching.host.processes import THREAD_VARIABLES
 from lockstep.launching.job.commands import SILENCE_S, mpirun_command
-from lockstep.launching.slurm.resources import Resources
+from lockstep.launching.slurm import Resources
 from lockstep.launching.slurm.script import (
     FIRST_COMMENT,
     POINT,

@@ -27,7 +27,7 @@ from lockstep.observe.monitor.describe import Log, overview
 from lockstep.observe.monitor.watch import Listener, Monitor, MonitorThread, Watch
 
 if TYPE_CHECKING:
-    from lockstep.observe.monitor.alerts.rules import Rules
+    from lockstep.observe.monitor.alerts import Rules
     from lockstep.observe.monitor.watch import Alert
 
 _FOLDER = Path("runs")
@@ -87,7 +87,7 @@ def monitor(options: Options) -> int:
         print(f"dashboard  {options.grafana}")
         return 0
     if options.check and rules is not None:
-        from lockstep.observe.monitor.alerts.rules import rule_lines
+        from lockstep.observe.monitor.alerts import rule_lines
 
         print("\n".join(map(describe.shown, rule_lines(rules))))
         return 0
@@ -133,7 +133,7 @@ def _check(options: Options) -> None:
 def _rules(options: Options) -> Rules | None:
     if options.alerts is None:
         return None
-    from lockstep.observe.monitor.alerts.rules import read_rules
+    from lockstep.observe.monitor.alerts import read_rules
 
     return read_rules(options.alerts)
 

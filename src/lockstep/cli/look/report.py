@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.engine.call_history import listed
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.launching.remote import local_copy
-from lockstep.observe.reading.diagnosis.facts import calls_of
+from lockstep.observe.reading.diagnosis import calls_of
 from lockstep.observe.reading.diagnosis.verdict import causes, diagnosis_lines
 from lockstep.observe.reading.flight_recorder import missing, write_flight
 from lockstep.observe.reading.follow import read_run

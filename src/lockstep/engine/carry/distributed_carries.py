@@ -19,7 +19,7 @@ from torch import Tensor
 from lockstep.comm.transport import Transport, offsets
 from lockstep.config import TrainConfig
 from lockstep.data.random import Stream, random_key
-from lockstep.engine.carry.carries import Carries, Carry, CarryByNumber, num_words, pack, unpack
+from lockstep.engine.carry import Carries, Carry, CarryByNumber, num_words, pack, unpack
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.placement import Placement
 from lockstep.engine.runtime import Runtime

@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.config import TrainConfig
 from lockstep.engine.assembly import Parts
 from lockstep.engine.audit.pass_state import named
-from lockstep.engine.carry.carries import from_named
+from lockstep.engine.carry import from_named
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.format import Tensors

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lockstep.config import TrainConfig
 from lockstep.data.attributes import AttributeGuard
 from lockstep.data.random import IdleGenerators, Stream, global_state, random_key, seed_all
-from lockstep.engine.carry.carries import Carries, Carry
+from lockstep.engine.carry import Carries, Carry
 from lockstep.engine.passes.batch_loss import WHERE, BatchLoss, WholeLoss
 from lockstep.engine.passes.local_steps import LocalSteps
 from lockstep.engine.passes.loss_checks import check_has_gradient, check_loss, pair_of, place

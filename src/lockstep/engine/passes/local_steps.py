@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.config import TrainConfig
 from lockstep.engine.audit.hidden_state import hidden_state
-from lockstep.engine.carry.carries import Carry
+from lockstep.engine.carry import Carry
 from lockstep.engine.optimizer.choice import check_optimizer, default_optimizer, has_modes
 from lockstep.engine.optimizer.optimizer_state import home_of
 from lockstep.engine.passes.loss_checks import norm_overflows

@@ -20,8 +20,7 @@ from lockstep.engine.passes.buffers import KeptBuffers
 from lockstep.engine.passes.compute import Compute
 from lockstep.errors import ConfigError, TaskError
 from lockstep.nn.module_row import ModuleRow
-from lockstep.nn.pipeline import Pipeline
-from lockstep.nn.row import Row, row_of
+from lockstep.nn.row import Pipeline, Row, row_of
 from lockstep.parallel.axes import balanced
 from lockstep.parallel.layout import Range
 

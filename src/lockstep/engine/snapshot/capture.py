@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.engine.carry.carries import CarryByNumber, named_tensors
+from lockstep.engine.carry import CarryByNumber, named_tensors
 from lockstep.engine.checkpoint.format import Kind, Snapshot, Tensors
 from lockstep.engine.digests import combined_digest, model_digest, tensor_digest, tensors_digest
 from lockstep.engine.optimizer.optimizer_state import OptimizerState
@@ -21,8 +21,7 @@ from lockstep.engine.run.progress import Progress
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.nn.cutting import every_tensor, held_tensors, joined_by_name, shards_of, units_of
 from lockstep.nn.holding import Unit
-from lockstep.nn.pipeline import Pipeline
-from lockstep.nn.row import row_of
+from lockstep.nn.row import Pipeline, row_of
 from lockstep.parallel.exchange import gather_slices
 
 

@@ -21,7 +21,7 @@ from lockstep.config import TrainConfig
 from lockstep.config.parsing import as_type, shown
 from lockstep.data.parts import Place
 from lockstep.engine.assembly import Parts
-from lockstep.engine.carry.carries import check_named
+from lockstep.engine.carry import check_named
 from lockstep.engine.carry.distributed_carries import DistributedCarries
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.format import Snapshot

@@ -27,7 +27,7 @@ from lockstep.engine.audit.hidden_state import (
 from lockstep.engine.audit.hints import shards_explained
 from lockstep.engine.audit.pass_state import named, remedy
 from lockstep.engine.audit.reachable import attributes_read
-from lockstep.engine.carry.carries import Carries
+from lockstep.engine.carry import Carries
 from lockstep.engine.digests import checksum, tensors_digest
 from lockstep.engine.evaluation.evaluation import Evaluation
 from lockstep.engine.flat_tensors import FlatTensors

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from lockstep.config.parsing import shown
 from lockstep.errors import LaunchError
-from lockstep.launching.slurm.resources import Resources
+from lockstep.launching.slurm import Resources
 
 _OPTION = re.compile(r"--(?P<name>[a-z][a-z0-9-]*)(?:=(?P<value>.+))?", re.ASCII | re.DOTALL)
 _DIRECTIVE = "#SBATCH"

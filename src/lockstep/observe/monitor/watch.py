@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import RunDirectoryError
-from lockstep.observe.reading.diagnosis.facts import Calls, Cause, Signature, calls_of, signature_of
+from lockstep.observe.reading.diagnosis import Calls, Cause, Signature, calls_of, signature_of
 from lockstep.observe.reading.diagnosis.verdict import causes
 from lockstep.observe.reading.follow import RunReader
 from lockstep.observe.reading.history import History

@@ -29,8 +29,8 @@ from lockstep.comm.shared_memory import SharedMemory
 from lockstep.comm.transport import Transport, offsets
 from lockstep.parallel.exchange import Exchange, ExchangePlan, add_up, receive_nodes
 from lockstep.parallel.fold import Arena, ArenaLayout, Row, buckets
+from lockstep.parallel.hosts import Cut, Hosts, Merged, cut, host_nodes, shares
 from lockstep.parallel.hosts.inside import Inside, meet_inside, spread_inside
-from lockstep.parallel.hosts.layout import Cut, Hosts, Merged, cut, host_nodes, shares
 from lockstep.parallel.layout import Range, merges
 from lockstep.parallel.shared_slices import shared_bytes
 

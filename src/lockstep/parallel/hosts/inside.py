@@ -16,7 +16,7 @@ from lockstep.comm.shared_memory import SharedMemory, map_all
 from lockstep.comm.transport import Transport, offsets
 from lockstep.parallel.exchange import ExchangePlan, Moment, add_up, receive_nodes
 from lockstep.parallel.fold import Arena
-from lockstep.parallel.hosts.layout import Merged
+from lockstep.parallel.hosts import Merged
 from lockstep.parallel.layout import Range
 from lockstep.parallel.shared_slices import BlockSum, Neighbours
 

@@ -23,7 +23,7 @@ from lockstep.engine.snapshot.restore import find_snapshot
 from lockstep.errors import CheckpointError, ConfigError, file_errors
 from lockstep.launching.api.trained import restored
 from lockstep.observe import event_from_row, read_events
-from lockstep.observe.figures import new_figure, picture_path, save
+from lockstep.observe.figures import check_picture, new_figure, save
 from lockstep.systems.quantum import language as grammar
 from lockstep.systems.quantum.analysis import (
     ANSAETZE,
@@ -351,7 +351,7 @@ def _draw_expressed(
 
 def _figure(path: Path, title: str, width: float) -> Any:
     """A figure, made before anything is computed: a wrong path or no matplotlib is an error."""
-    picture_path(path)
+    check_picture(path)
     return new_figure(width, 4, title, extra="quantum")
 
 

@@ -19,8 +19,8 @@ from lockstep.config import (
     ScheduleConfig,
     TrainConfig,
 )
+from lockstep.systems.ufs.fields import DEFAULT_INPUTS, VARIABLES
 from lockstep.systems.ufs.fields.grids import EVERYWHERE, REGIONS, Box
-from lockstep.systems.ufs.fields.variables import DEFAULT_INPUTS, VARIABLES
 
 
 def _as_tuple(value: Any) -> Any:

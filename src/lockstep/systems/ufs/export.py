@@ -17,11 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import DataError, file_errors
-from lockstep.systems.ufs.fields.grids import filled
-from lockstep.systems.ufs.fields.rows import Rows
-from lockstep.systems.ufs.fields.scenes import Moment
-from lockstep.systems.ufs.fields.sources import Source
-from lockstep.systems.ufs.fields.variables import (
+from lockstep.systems.ufs.fields import (
     OCEAN_MASKS,
     SIGNS,
     VARIABLES,
@@ -29,6 +25,10 @@ from lockstep.systems.ufs.fields.variables import (
     conversion,
     spellings,
 )
+from lockstep.systems.ufs.fields.grids import filled
+from lockstep.systems.ufs.fields.rows import Rows
+from lockstep.systems.ufs.fields.scenes import Moment
+from lockstep.systems.ufs.fields.sources import Source
 from lockstep.systems.ufs.model import SeaIceNet
 from lockstep.systems.ufs.netcdf.file import new_netcdf
 

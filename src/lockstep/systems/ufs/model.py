@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from lockstep.systems.ufs.fields import VARIABLES
 from lockstep.systems.ufs.fields.rows import Scale
-from lockstep.systems.ufs.fields.variables import VARIABLES
 
 Array = npt.NDArray[np.float64]
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from lockstep.data.workers import share_out
 from lockstep.errors import DataError, file_errors
-from lockstep.systems.ufs.fields.variables import (
+from lockstep.systems.ufs.fields import (
     DEFAULT_INPUTS,
     KELVIN,
     OCEAN_MASKS,

@@ -25,6 +25,7 @@ from lockstep.engine.task import Loss, Task
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.systems.ufs.config import UfsConfig
 from lockstep.systems.ufs.export import TORCHSCRIPT, export_net, load_script, write_predictions
+from lockstep.systems.ufs.fields import VARIABLES
 from lockstep.systems.ufs.fields.bands import Selection, clipped, keep_bands
 from lockstep.systems.ufs.fields.rows import (
     Rows,
@@ -40,7 +41,6 @@ from lockstep.systems.ufs.fields.rows import (
 )
 from lockstep.systems.ufs.fields.scenes import Moment, are_dated, in_time
 from lockstep.systems.ufs.fields.sources import Source, find_sources, moments_of
-from lockstep.systems.ufs.fields.variables import VARIABLES
 from lockstep.systems.ufs.model import SeaIceNet
 from lockstep.systems.ufs.report.report import Ground, Report
 from lockstep.systems.ufs.report.scores import describe, normalised

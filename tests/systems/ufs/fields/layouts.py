@@ -10,7 +10,7 @@ from typing import Any, Literal
 import netCDF4
 import numpy as np
 
-from lockstep.systems.ufs.fields.variables import VARIABLES
+from lockstep.systems.ufs.fields import VARIABLES
 
 NAMES = ("sst", "sss", "tair", "hi", "hs", "qref", "uatm", "aice")
 """Variables of all files. History files have `fswdn` too."""

@@ -16,12 +16,11 @@ from tests.systems.ufs.hostile_files import good
 
 from lockstep.errors import ConfigError, DataError
 from lockstep.systems.ufs import synthetic as write
-from lockstep.systems.ufs.fields import bands, scenes
+from lockstep.systems.ufs.fields import DEFAULT_INPUTS, bands, scenes
 from lockstep.systems.ufs.fields.bands import Band, Selection, keep_bands
 from lockstep.systems.ufs.fields.rows import Rows, gather
 from lockstep.systems.ufs.fields.scenes import Scene
 from lockstep.systems.ufs.fields.sources import Source, check_sources, find_sources
-from lockstep.systems.ufs.fields.variables import DEFAULT_INPUTS
 from lockstep.systems.ufs.synthetic import fields, grid, land
 
 ALL = (*DEFAULT_INPUTS, "aice")

@@ -26,7 +26,7 @@ from lockstep.launching.job.run import Captured, capture
 from lockstep.launching.rank.environment import detect
 from lockstep.launching.rank.process import tell
 from lockstep.launching.start import choose_launcher, launcher_command
-from lockstep.observe.figures import new_figure, picture_path, save
+from lockstep.observe.figures import check_picture, new_figure, save
 from lockstep.observe.text import brief
 from lockstep.planning.operations import OPERATIONS, parse_sizes, size_text
 from lockstep.planning.profile import Measurement, Profile, Scope, from_json, write_json
@@ -215,7 +215,7 @@ def check_plot(path: Path) -> None:
     Raises:
         ConfigError: its name ends in something else, or matplotlib is not installed.
     """
-    picture_path(path)
+    check_picture(path)
     new_figure(1.0, 1.0, "", _EXTRA)
 
 

@@ -32,10 +32,11 @@ from lockstep.engine import faults
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.run_directory import rescued_paths
 from lockstep.engine.faults import PRINTED, moved
+from lockstep.engine.recovery import SURVIVABLE
 from lockstep.errors import ConfigError, LaunchError, LockstepError, RunDirectoryError
 from lockstep.launching.api import Session
 from lockstep.launching.job.ending import Ended
-from lockstep.launching.start import SURVIVABLE, check_replacements, rank_command, start
+from lockstep.launching.start import check_replacements, rank_command, start
 from lockstep.launching.targets import absolute, configured, is_script
 from lockstep.launching.warm.starting import fork_server
 from lockstep.observe import read_events, read_result

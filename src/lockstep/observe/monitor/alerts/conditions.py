@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 from lockstep.engine.events import Failed
 from lockstep.observe import text
-from lockstep.observe.monitor.alerts.rules import Condition
+from lockstep.observe.monitor.alerts import Condition
 from lockstep.observe.monitor.watch import Watched
 
 

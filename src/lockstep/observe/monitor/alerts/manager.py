@@ -18,8 +18,8 @@ from fnmatch import fnmatchcase
 from http.client import HTTPException
 from pathlib import Path
 
+from lockstep.observe.monitor.alerts import Action, Rule, Rules
 from lockstep.observe.monitor.alerts.conditions import Finding, Look, found_in, found_over
-from lockstep.observe.monitor.alerts.rules import Action, Rule, Rules
 from lockstep.observe.monitor.describe import shown
 from lockstep.observe.monitor.watch import Alert, Watch, Watched
 

@@ -15,7 +15,7 @@ from lockstep.observe import text
 from lockstep.observe.monitor import describe
 from lockstep.observe.monitor.describe import RankRow
 from lockstep.observe.monitor.watch import Alert, Watched
-from lockstep.observe.reading.diagnosis.facts import Cause
+from lockstep.observe.reading.diagnosis import Cause
 from lockstep.observe.reading.history import History
 from lockstep.observe.text import Item, fitted, number
 

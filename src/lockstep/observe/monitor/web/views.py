@@ -18,7 +18,7 @@ from lockstep.engine import events
 from lockstep.engine.checkpoint.listing import folders, step_of
 from lockstep.errors import RunDirectoryError, file_errors
 from lockstep.observe import text
-from lockstep.observe.reading.diagnosis.facts import Calls
+from lockstep.observe.reading.diagnosis import Calls
 from lockstep.observe.reading.diagnosis.verdict import causes, healthy
 from lockstep.observe.reading.history import KINDS, Happening, History
 from lockstep.observe.reading.large.envelopes import Envelope

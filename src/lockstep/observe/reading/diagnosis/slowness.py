@@ -7,7 +7,7 @@ from statistics import median
 
 from lockstep.engine.events import Checkpointed, Evaluated, Rebalanced, RunStarted
 from lockstep.observe import text
-from lockstep.observe.reading.diagnosis.facts import Cause, Facts, measured, percent
+from lockstep.observe.reading.diagnosis import Cause, NewestSession, measured, percent
 
 _SLOWER = 1.3
 """A rank is slow if it takes so many times the others' time for a microbatch."""
@@ -25,56 +25,56 @@ _FAULT_S = 1e-3
 """About the time of a page fault from a disk in seconds."""
 
 
-def slowness(facts: Facts) -> Iterator[Cause]:
+def slowness(session: NewestSession) -> Iterator[Cause]:
     """All causes that have cost time, however little."""
-    if not facts.workers:
+    if not session.workers:
         return
     for find in (
         _crowded, _busy, _memory, _slow_rank, _imbalance, _data, _evaluation, _checkpoints,
         _exchange, _idle,
     ):  # fmt: skip
-        cause = find(facts)
+        cause = find(session)
         if cause is not None:
             yield cause
 
 
-def _crowded(facts: Facts) -> Cause | None:
+def _crowded(session: NewestSession) -> Cause | None:
     """More threads than cores; not on GPUs, whose ranks' threads hardly compute."""
-    for host, (threads, cores) in facts.hosts.items() if facts.on_cpu else ():
+    for host, (threads, cores) in session.hosts.items() if session.on_cpu else ():
         if threads > cores:
-            ranks = sum(p.joined.host == host for p in facts.history.living)
+            ranks = sum(p.joined.host == host for p in session.history.living)
             return Cause(
                 "oversubscribed",
                 1.0 - cores / threads,
                 f"{text.count(ranks, 'rank')} with {text.count(threads, 'thread')} share "
                 f"{text.count(cores, 'core')} of {host}",
-                [f"compute takes {percent(facts.share('compute_s'))}, exchange with waiting "
-                 f"{percent(facts.share('communication_s'))} of the time"],
+                [f"compute takes {percent(session.share('compute_s'))}, exchange with waiting "
+                 f"{percent(session.share('communication_s'))} of the time"],
                 f"start {max(1, cores * ranks // threads)} ranks there, or lower threads",
                 explains=("busy", "latency", "bandwidth", "slow_rank", "imbalance"),
             )  # fmt: skip
     return None
 
 
-def _busy(facts: Facts) -> Cause | None:
+def _busy(session: NewestSession) -> Cause | None:
     """Other processes on cores that are fully used."""
-    if facts.config.get("data.num_workers"):
+    if session.config.get("data.num_workers"):
         return None  # the rank's own workers would count as other processes
-    for host, (_, cores) in facts.hosts.items():
+    for host, (_, cores) in session.hosts.items():
         # Also ranks without microbatches, which use the cores while they wait in MPI.
-        ranks = [p for p in facts.history.living if p.joined.host == host]
+        ranks = [p for p in session.history.living if p.joined.host == host]
         counted = [p.joined.counted_cores for p in ranks]
         if not ranks or not all(p.times.cores_s for p in ranks):
             continue
         # Ranks that share all cores all measure the same work; ranks that are bound to cores of
         # their own each measure a part of it. Otherwise cores of other jobs were counted.
         if set(counted) == {cores}:
-            worked = max(p.times.cores_s for p in ranks) / facts.seconds
+            worked = max(p.times.cores_s for p in ranks) / session.seconds
         elif sum(counted) == cores:
-            worked = sum(p.times.cores_s for p in ranks) / facts.seconds
+            worked = sum(p.times.cores_s for p in ranks) / session.seconds
         else:
             continue
-        own = sum(p.times.cpu_s for p in ranks) / facts.seconds
+        own = sum(p.times.cpu_s for p in ranks) / session.seconds
         others = worked - own
         if worked > _FULL * cores and others > _OTHERS * cores:
             return Cause(
@@ -89,15 +89,15 @@ def _busy(facts: Facts) -> Cause | None:
     return None
 
 
-def _memory(facts: Facts) -> Cause | None:
-    worst = max(facts.workers, key=lambda p: p.times.faults)
+def _memory(session: NewestSession) -> Cause | None:
+    worst = max(session.workers, key=lambda p: p.times.faults)
     used = worst.times
     # Pages of mapped files are read from the disk too, without any swapping.
-    if used.faults / facts.seconds < _FAULTED or used.swapped_bytes < _SWAPPED * used.peak_bytes:
+    if used.faults / session.seconds < _FAULTED or used.swapped_bytes < _SWAPPED * used.peak_bytes:
         return None
     return Cause(
         "memory",
-        min(0.9, used.faults * _FAULT_S / facts.seconds),
+        min(0.9, used.faults * _FAULT_S / session.seconds),
         f"memory of rank {worst.rank} is swapped out and in",
         [f"{used.faults:,.0f} page faults read from the disk; {text.size(used.swapped_bytes)} were "
          f"swapped out, and the most that it had in memory are {text.size(used.peak_bytes)}"],
@@ -107,8 +107,8 @@ def _memory(facts: Facts) -> Cause | None:
     )  # fmt: skip
 
 
-def _slow_rank(facts: Facts) -> Cause | None:
-    workers = [p for p in facts.workers if p.num_computed]
+def _slow_rank(session: NewestSession) -> Cause | None:
+    workers = [p for p in session.workers if p.num_computed]
     each = {p.rank: p.seconds["compute_s"] / p.num_computed for p in workers}
     if len(each) < 2:
         return None
@@ -116,18 +116,18 @@ def _slow_rank(facts: Facts) -> Cause | None:
     others = median(seconds for rank, seconds in each.items() if rank != slow)
     if not others or each[slow] < _SLOWER * others:
         return None
-    process = next(p for p in facts.workers if p.rank == slow)
-    mean = sum(p.seconds["compute_s"] for p in facts.workers) / len(facts.workers)
-    lost = max(0.0, process.seconds["compute_s"] - mean) / facts.seconds
-    waits = max(p.seconds["communication_s"] for p in facts.workers if p.rank != slow)
-    evidence = [f"the others wait up to {percent(waits / facts.seconds)} of the time"]
+    process = next(p for p in session.workers if p.rank == slow)
+    mean = sum(p.seconds["compute_s"] for p in session.workers) / len(session.workers)
+    lost = max(0.0, process.seconds["compute_s"] - mean) / session.seconds
+    waits = max(p.seconds["communication_s"] for p in session.workers if p.rank != slow)
+    evidence = [f"the others wait up to {percent(waits / session.seconds)} of the time"]
     total = sum(process.seconds.values())
     if process.times.cpu_s < 0.6 * process.seconds["compute_s"]:
         evidence.append(
             f"its threads computed for {process.times.cpu_s:.1f} of {total:.1f} s: it waits for "
             "something in the loss, or for a core"
         )
-    every = facts.config.get("balance_every")
+    every = session.config.get("balance_every")
     return measured(
         "slow_rank",
         lost,
@@ -138,21 +138,21 @@ def _slow_rank(facts: Facts) -> Cause | None:
     )
 
 
-def _imbalance(facts: Facts) -> Cause | None:
+def _imbalance(session: NewestSession) -> Cause | None:
     """Some ranks have more microbatches than others, and not because they are faster."""
-    if facts.events(Rebalanced):
+    if session.events(Rebalanced):
         return None
-    living = [p for p in facts.history.living if sum(p.seconds.values())]
+    living = [p for p in session.history.living if sum(p.seconds.values())]
     counts = [p.num_microbatches for p in living]
     mean, most = sum(counts) / len(counts), max(counts)
-    lost = (1.0 - mean / most) * facts.worst("compute_s")[1]
+    lost = (1.0 - mean / most) * session.worst("compute_s")[1]
     if mean == most:
         return None
     spares = sum(not count for count in counts)
     idle = f"{text.count(spares, 'rank')} of {len(counts)} have nothing to compute" if spares else (
         f"ranks have {min(counts):g} to {most:g} microbatches"
     )  # fmt: skip
-    number = facts.config.get("num_microbatches")
+    number = session.config.get("num_microbatches")
     return measured(
         "imbalance",
         lost,
@@ -162,49 +162,49 @@ def _imbalance(facts: Facts) -> Cause | None:
     )
 
 
-def _data(facts: Facts) -> Cause | None:
-    process, share, others = facts.worst("data_s")
-    of_one = len(facts.workers) > 1 and others < share / 3
-    workers = facts.config.get("data.num_workers")
+def _data(session: NewestSession) -> Cause | None:
+    process, share, others = session.worst("data_s")
+    of_one = len(session.workers) > 1 and others < share / 3
+    workers = session.config.get("data.num_workers")
     return measured(
         "data",
         share,
         f"rank {process.rank} waits for its data" if of_one else "ranks wait for data",
         [f"{percent(share)} of the time of rank {process.rank}"
-         + (f", {percent(others)} of that of the others" if len(facts.workers) > 1 else "")],
+         + (f", {percent(others)} of that of the others" if len(session.workers) > 1 else "")],
         f"look at the disk of {process.joined.host}" if of_one
         else f"raise data.num_workers (it is {workers}), or make dataset[i] quicker",
     )  # fmt: skip
 
 
-def _evaluation(facts: Facts) -> Cause:
-    done = facts.events(Evaluated)
+def _evaluation(session: NewestSession) -> Cause:
+    done = session.events(Evaluated)
     spent = sum(event.seconds for event in done)
-    every = facts.config.get("eval_every")
+    every = session.config.get("eval_every")
     return measured(
         "evaluation",
-        spent / facts.seconds,
+        spent / session.seconds,
         "evaluations take much of the time",
         [f"{text.count(len(done), 'evaluation')} took {spent:.1f} s, "
-         f"{percent(spent / facts.seconds)} of the time"],
+         f"{percent(spent / session.seconds)} of the time"],
         f"raise eval_every (it is {every}; 0: at the end of each epoch) or eval_batch_size",
     )  # fmt: skip
 
 
-def _checkpoints(facts: Facts) -> Cause:
-    saved = facts.events(Checkpointed)
-    _, share, _ = facts.worst("checkpoint_s")
+def _checkpoints(session: NewestSession) -> Cause:
+    saved = session.events(Checkpointed)
+    _, share, _ = session.worst("checkpoint_s")
     stall, write = sum(s.stall_s for s in saved), sum(s.write_s for s in saved)
     rate = sum(s.num_bytes for s in saved) / write if write else 0.0
-    is_disk = write > 0.1 * facts.seconds and rate < _SLOW_DISK
+    is_disk = write > 0.1 * session.seconds and rate < _SLOW_DISK
     evidence = [
         f"{text.count(len(saved), 'checkpoint')}: training stood still for {stall:.1f} s",
         f"writing took {write:.1f} s, {text.size(rate)} a second",
     ]
-    every = facts.config.get("checkpoint.every")
+    every = session.config.get("checkpoint.every")
     return measured(
         "disk" if is_disk else "checkpoints",
-        max(share, stall / facts.seconds),
+        max(share, stall / session.seconds),
         "the disk takes checkpoints slowly" if is_disk else "checkpoints take much of the time",
         evidence,
         f"raise checkpoint.every (it is {every})"
@@ -212,24 +212,24 @@ def _checkpoints(facts: Facts) -> Cause:
     )
 
 
-def _exchange(facts: Facts) -> Cause | None:
+def _exchange(session: NewestSession) -> Cause | None:
     """The time of an exchange without waiting for slower ranks: the least of all ranks."""
-    if len(facts.workers) < 2 or not facts.history.num_steps or facts.history.plan is None:
+    if len(session.workers) < 2 or not session.history.num_steps or session.history.plan is None:
         return None
-    least = min(p.seconds["communication_s"] for p in facts.workers)
-    each = least / facts.history.num_steps
-    gradients = 4.0 * facts.history.plan.num_parameters
-    compute = facts.share("compute_s") * facts.seconds / facts.history.num_steps
+    least = min(p.seconds["communication_s"] for p in session.workers)
+    each = least / session.history.num_steps
+    gradients = 4.0 * session.history.plan.num_parameters
+    compute = session.share("compute_s") * session.seconds / session.history.num_steps
     is_small = gradients < _SMALL
     return measured(
         "latency" if is_small else "bandwidth",
-        least / facts.seconds,
+        least / session.seconds,
         "steps are so short that their messages take much of the time"
         if is_small
         else "the exchange of gradients takes much of the time",
         [f"a step computes for {1e3 * compute:.2f} ms and exchanges for {1e3 * each:.2f} ms, "
          f"{text.size(gradients)} of gradients"],
-        _fewer_exchanges(facts.history.plan, is_small),
+        _fewer_exchanges(session.history.plan, is_small),
     )  # fmt: skip
 
 
@@ -242,15 +242,15 @@ def _fewer_exchanges(plan: RunStarted, is_small: bool) -> str:
     return "raise batch_size, so that there are fewer exchanges; or a faster network"
 
 
-def _idle(facts: Facts) -> Cause | None:
-    if not facts.on_cpu or facts.config.get("data.num_workers"):
+def _idle(session: NewestSession) -> Cause | None:
+    if not session.on_cpu or session.config.get("data.num_workers"):
         return None  # a GPU computes, or data workers use the cores
-    for host, (threads, cores) in facts.hosts.items():
+    for host, (threads, cores) in session.hosts.items():
         if threads < cores:
             return Cause(
                 "idle_cores",
                 # Half the weight, since this is a possible gain and not a loss.
-                0.5 * (1.0 - threads / cores) * min(1.0, facts.share("compute_s")),
+                0.5 * (1.0 - threads / cores) * min(1.0, session.share("compute_s")),
                 f"{cores - threads} of {text.count(cores, 'core')} of {host} have nothing to do",
                 [f"{text.count(threads, 'thread')} of all ranks there"],
                 "start more ranks (-n), or raise threads (bits depend on it)",

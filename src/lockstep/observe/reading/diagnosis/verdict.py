@@ -9,7 +9,7 @@ from pathlib import Path
 from lockstep.engine.call_history import difference, listed, waits
 from lockstep.engine.events import Failed, RankLost, Recovered
 from lockstep.observe import text
-from lockstep.observe.reading.diagnosis.facts import Calls, Cause, Facts, percent
+from lockstep.observe.reading.diagnosis import Calls, Cause, NewestSession, percent
 from lockstep.observe.reading.diagnosis.slowness import slowness
 from lockstep.observe.reading.history import History
 from lockstep.observe.reading.listing import Summary
@@ -54,8 +54,8 @@ def causes(summary: Summary, history: History, calls: Calls) -> list[Cause]:
         history: its events.
         calls: the newest calls of its ranks, as from `calls_of`.
     """
-    facts = Facts(history, summary.config, summary.state, calls)
-    found = [c for c in (*endings(facts), *slowness(facts)) if c.weight >= _LEAST]
+    session = NewestSession(history, summary.config, summary.state, calls)
+    found = [c for c in (*endings(session), *slowness(session)) if c.weight >= _LEAST]
     explained = {name for cause in found for name in cause.explains}
     left = [cause for cause in found if cause.name not in explained]
     return sorted(left, key=lambda cause: cause.weight, reverse=True)
@@ -75,41 +75,41 @@ def diagnosis_lines(summary: Summary, history: History, found: Sequence[Cause]) 
 
 def healthy(summary: Summary, history: History) -> str:
     """The diagnosis of a run without causes."""
-    facts = Facts(history, summary.config, summary.state, Calls())
-    if not facts.workers:
+    session = NewestSession(history, summary.config, summary.state, Calls())
+    if not session.workers:
         return f"nothing to judge by yet: no rank has reported a step (the run is {summary.state})"
     return (
-        f"nothing stands out: ranks compute for {percent(facts.share('compute_s'))} and exchange "
-        f"for {percent(facts.share('communication_s'))} of the time"
+        f"nothing stands out: ranks compute for {percent(session.share('compute_s'))} and exchange "
+        f"for {percent(session.share('communication_s'))} of the time"
     )
 
 
-def endings(facts: Facts) -> Iterator[Cause]:
+def endings(session: NewestSession) -> Iterator[Cause]:
     """The causes that have ended the run or ranks of it."""
-    end = facts.history.end
+    end = session.history.end
     if isinstance(end, Failed):
-        yield _failure(end, facts.history.step)
-    elif facts.state == "killed":
+        yield _failure(end, session.history.step)
+    elif session.state == "killed":
         yield Cause(
             "killed",
             1.0,
             "all processes ended without a word; "
-            f"{text.count(facts.history.step, 'step')} had been reported",
+            f"{text.count(session.history.step, 'step')} had been reported",
             ["there is no result, and no error"],
             "look for the out-of-memory killer in `dmesg`, or a time limit of the batch system; "
             "`lockstep resume` goes on",
         )
-    lost = facts.lost
+    lost = session.lost
     hung = [one for one in lost if one.reason]
     for one in hung[:1]:
-        yield _hang(facts, one, len(hung))
+        yield _hang(session, one, len(hung))
     # A rank that hung and still has a file of calls explains the waits; after a recovery the files
     # are moved away.
-    if not any(one.slot in facts.calls.logs for one in hung):
-        yield from _standstill(facts)
+    if not any(one.slot in session.calls.logs for one in hung):
+        yield from _standstill(session)
     killed = [one for one in lost if not one.reason]
     if killed:
-        yield _losses(facts, killed)
+        yield _losses(session, killed)
 
 
 def _failure(end: Failed, step: int) -> Cause:
@@ -122,7 +122,7 @@ def _failure(end: Failed, step: int) -> Cause:
     )
 
 
-def _hang(facts: Facts, lost: RankLost, count: int) -> Cause:
+def _hang(session: NewestSession, lost: RankLost, count: int) -> Cause:
     why, _, stack = lost.reason.partition("; its Python stack:")
     is_stopped = why.startswith("was stopped by a signal")
     evidence = [f"after step {lost.step:,} its watchdog ended it, since it {why}"]
@@ -132,9 +132,9 @@ def _hang(facts: Facts, lost: RankLost, count: int) -> Cause:
         place = f", at {Path(path).name}:{line} in {function}"
     if count > 1:
         evidence.append(f"{count} processes hung altogether")
-    waited = facts.config.get("hang_timeout_s")
+    waited = session.config.get("hang_timeout_s")
     is_known = isinstance(waited, (int, float)) and waited > 0
-    part = min(0.95, float(waited or 0.0) / facts.seconds) if is_known else None
+    part = min(0.95, float(waited or 0.0) / session.seconds) if is_known else None
     return Cause(
         "hang",
         max(_HANG, part or 0.0),
@@ -178,10 +178,10 @@ def _sentence(lost: RankLost, event: str, place: str) -> str:
     return f"{who} {lost.reached}{place}{waited}"
 
 
-def _standstill(facts: Facts) -> Iterator[Cause]:
+def _standstill(session: NewestSession) -> Iterator[Cause]:
     """Ranks that wait in calls, though none is known to hang."""
     # A rank that waited for a lost one no longer waits: its call has failed.
-    calls = facts.calls.logs.items()
+    calls = session.calls.logs.items()
     logs = {slot: log for slot, log in calls if log.stuck is None or not log.stuck.has_failed}
     waiting = waits(logs)
     if not waiting:
@@ -208,18 +208,18 @@ def _standstill(facts: Facts) -> Iterator[Cause]:
     )
 
 
-def _losses(facts: Facts, killed: list[RankLost]) -> Cause:
-    recovered = facts.events(Recovered)
+def _losses(session: NewestSession, killed: list[RankLost]) -> Cause:
+    recovered = session.events(Recovered)
     spent = sum(one.seconds for one in recovered)
     ranks = ", ".join(f"rank {one.rank} at step {one.step:,}" for one in killed[:4])
     more = f" and {len(killed) - 4} more" if len(killed) > 4 else ""
-    fewer = 1.0 - len(facts.history.living) / max(1, facts.history.num_at_start)
+    fewer = 1.0 - len(session.history.living) / max(1, session.history.num_at_start)
     return Cause(
         "lost_ranks",
-        min(0.9, max(spent / facts.seconds, fewer)),
+        min(0.9, max(spent / session.seconds, fewer)),
         f"{text.count(len(killed), 'process', 'processes')} died while the run went on",
         [f"{ranks}{more}", f"going on took {spent:.2f} s altogether"],
         "look for the out-of-memory killer in `dmesg`; --replace has new processes step in",
         explains=("imbalance",),
-        lost=min(1.0, spent / facts.seconds),
+        lost=min(1.0, spent / session.seconds),
     )

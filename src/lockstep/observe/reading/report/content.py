@@ -15,7 +15,7 @@ from lockstep.engine.log import check_name
 from lockstep.errors import CheckpointError, TaskError
 from lockstep.observe import text
 from lockstep.observe.reading import differences
-from lockstep.observe.reading.diagnosis.facts import calls_of
+from lockstep.observe.reading.diagnosis import calls_of
 from lockstep.observe.reading.diagnosis.verdict import causes, diagnosis_lines
 from lockstep.observe.reading.follow import read_run
 from lockstep.observe.reading.history import KINDS, History

@@ -9,6 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.errors import DataError
+from lockstep.systems.ufs.fields import (
+    OCEAN_MASKS,
+    THICKNESS,
+    VARIABLES,
+    Variable,
+    conversion,
+)
 from lockstep.systems.ufs.fields.grids import (
     Coordinates,
     Grid,
@@ -18,13 +25,6 @@ from lockstep.systems.ufs.fields.grids import (
     wrong_dims,
 )
 from lockstep.systems.ufs.fields.scenes import Bools, Moment, Scene, closed_on_error, moments
-from lockstep.systems.ufs.fields.variables import (
-    OCEAN_MASKS,
-    THICKNESS,
-    VARIABLES,
-    Variable,
-    conversion,
-)
 from lockstep.systems.ufs.netcdf.decode import Masked
 from lockstep.systems.ufs.netcdf.file import NetcdfFile
 

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import DataError
+from lockstep.systems.ufs.fields import VARIABLES, Variable, conversion
 from lockstep.systems.ufs.fields.grids import Coordinates, filled
-from lockstep.systems.ufs.fields.variables import VARIABLES, Variable, conversion
 from lockstep.systems.ufs.netcdf.decode import Masked
 from lockstep.systems.ufs.netcdf.file import NetcdfFile, netcdf4
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.errors import DataError, LockstepError, needing
-from lockstep.systems.ufs.fields.variables import accepted, spelt
+from lockstep.systems.ufs.fields import accepted, spelt
 from lockstep.systems.ufs.netcdf.decode import (
     KEYS,
     Masked,

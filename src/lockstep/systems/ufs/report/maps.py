@@ -14,8 +14,8 @@ from lockstep.config.files import open_text
 from lockstep.config.parsing import parse_int, shown
 from lockstep.errors import DataError
 from lockstep.observe.figures import new_figure, save
+from lockstep.systems.ufs.fields import VARIABLES
 from lockstep.systems.ufs.fields.grids import REGIONS
-from lockstep.systems.ufs.fields.variables import VARIABLES
 from lockstep.systems.ufs.report.scores import Score, inside
 
 Floats = npt.NDArray[np.floating[Any]]

@@ -15,9 +15,9 @@ import torch
 
 from lockstep.config.files import replacing
 from lockstep.errors import DataError, file_errors
+from lockstep.systems.ufs.fields import VARIABLES
 from lockstep.systems.ufs.fields.grids import REGIONS
 from lockstep.systems.ufs.fields.rows import Rows, joined
-from lockstep.systems.ufs.fields.variables import VARIABLES
 from lockstep.systems.ufs.model import SeaIceNet
 from lockstep.systems.ufs.report.maps import draw_history, draw_jacobian, draw_map, read_curves
 from lockstep.systems.ufs.report.scores import (
