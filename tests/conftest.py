@@ -1,5 +1,6 @@
 """Starting real ranks."""
 
+import gc
 import json
 import os
 import signal
@@ -47,6 +48,14 @@ def pytest_configure():
     """Have Ctrl-C do what tests of it expect; a shell ignores it for `make test &`."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.disable()  # while modules and tests come, which all stay (`pytest_runtestloop`)
+
+
+@pytest.hookimpl(tryfirst=True)  # before the tests run
+def pytest_runtestloop():
+    """Look for garbage from now on, but not among modules and tests."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
@@ -63,12 +72,13 @@ def pytest_collection_modifyitems(items):
         is_alone |= not _STARTING.isdisjoint(item.fixturenames)
         values = item.callspec.params.values() if hasattr(item, "callspec") else ()
         is_alone &= _PATIENT.isdisjoint(v for v in values if isinstance(v, str))
+        is_alone &= item.get_closest_marker("no_ranks") is None
         item.add_marker(pytest.mark.xdist_group("ranks" if is_alone else item.path.name))
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread():
-    """Two workers share the cores with ranks, and small models lose time with two threads."""
+    """Workers share the cores with ranks, and small models lose time with two threads."""
     torch.set_num_threads(1)
 
 

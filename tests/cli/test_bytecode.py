@@ -10,6 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.no_ranks
+
 TASK = "import lockstep\nimport {name}\n\nclass Nothing(lockstep.Task): ...\n"
 WRITES = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 

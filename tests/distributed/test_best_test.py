@@ -63,7 +63,7 @@ def test_it_is_what_the_best_checkpoint_gives(here, finished):
     assert of_test(finished) != before
 
 
-@pytest.mark.parametrize("overrides", [(), ("optimizer.sharded=true",)])
+@pytest.mark.parametrize("overrides", [slow(()), ("optimizer.sharded=true",)])
 def test_any_number_of_ranks_gives_the_same(here, finished, tmp_path, overrides):
     ended, before = result(finished), of_test(finished)
     done = here(

@@ -49,7 +49,7 @@ def test_ranks_that_would_take_other_samples_are_stopped(train):
     refused(train("OwnOrder", 2), "Task.epoch_indices gave other indices on other ranks")
 
 
-@pytest.mark.parametrize("when", ["step", "evaluation"])
+@pytest.mark.parametrize("when", ["step", slow("evaluation")])
 def test_a_hook_that_ends_the_run_on_some_ranks_only_is_refused(train, when):
     ended = train("StopsAlone", 2, f"tag={when}")
     refused(ended, "a hook ends the run on rank 1 ('enough') and on rank 0 for nothing")

@@ -10,6 +10,8 @@ from lockstep.data.random import global_state
 from lockstep.engine.digests import Rounding, check_rounding, rounding_of
 from lockstep.errors import CheckpointError
 
+pytestmark = pytest.mark.no_ranks
+
 CPU = torch.device("cpu")
 HERE, THERE = Rounding("a" * 16, "this machine"), Rounding("b" * 16, "that machine")
 

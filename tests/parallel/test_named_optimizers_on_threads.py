@@ -155,8 +155,12 @@ def alone(kind: type[Blocks]) -> tuple[str, Snapshot]:
 
 
 @pytest.mark.parametrize(
-    "sharding",  # slices of optimizers alone are also those of snapshots, below
-    ["none", pytest.param("optimizer", marks=pytest.mark.slow), "gradients", "parameters"],
+    "sharding",  # slices of optimizers alone are also those of snapshots and buddies, below
+    [
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("none", "optimizer")),
+        "gradients",
+        "parameters",
+    ],
 )
 @pytest.mark.parametrize(
     "size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 7))]

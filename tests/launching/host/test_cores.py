@@ -13,6 +13,8 @@ from lockstep.launching.host.processes import THREAD_VARIABLES, thread_warnings,
 from lockstep.launching.rank.environment import Environment
 from lockstep.launching.rank.process import num_threads
 
+pytestmark = pytest.mark.no_ranks
+
 HERE = len(os.sched_getaffinity(0))
 
 

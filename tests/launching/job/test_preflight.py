@@ -23,6 +23,8 @@ from lockstep.launching.job.commands import (
     rank_environment,
 )
 
+pytestmark = pytest.mark.no_ranks
+
 LAUNCHERS = ("local", "mpi", "torchrun")
 CHECK = """
 import sys

@@ -181,7 +181,7 @@ def test_a_preemption_notice_is_passed_on(tmp_path: Path, kind: str) -> None:
     assert outcome.exit_code == 0
 
 
-@pytest.mark.parametrize("kind", ["python", "local", "mpi", "torchrun"])
+@pytest.mark.parametrize("kind", ["python", "local", "mpi", slow("torchrun")])
 def test_a_second_ctrl_c_ends_stubborn_ranks(tmp_path: Path, kind: str) -> None:
     stopper = Stopper(1, signal.SIGINT)
     alive: list[bool] = []
@@ -318,7 +318,7 @@ def test_the_terminals_ctrl_c_reaches_the_launcher_only(
     gone(pids)
 
 
-@pytest.mark.parametrize("kind", ["python", "local", "mpi", "torchrun"])
+@pytest.mark.parametrize("kind", ["python", "local", "mpi", slow("torchrun")])
 def test_a_crash(tmp_path: Path, kind: str) -> None:
     crash = "import sys; print('hello'); raise SystemExit('boom ' * 3)"
     outcome, lines, rows = run(ranks_of(kind, code(crash), ranks=1), tmp_path)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.no_ranks
+
 SCRIPT = """
 import os, torch
 from lockstep.errors import EnvironError

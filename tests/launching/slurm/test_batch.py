@@ -14,6 +14,8 @@ from lockstep.errors import LaunchError
 from lockstep.launching.slurm import Resources, seconds
 from lockstep.launching.slurm.script import RUN_DIR, BatchJob, script
 
+pytestmark = pytest.mark.no_ranks
+
 NASTY = "a 'b' \"$(touch owned)\" `touch owned` $HOME; \\"
 
 STRICT = "set -euo pipefail -o noclobber\nIFS=$'\\n\\t'\ntrap 'exit 9' ERR"
