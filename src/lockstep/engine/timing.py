@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from operator import sub
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from time import perf_counter
@@ -155,8 +156,13 @@ class Times(NamedTuple):
 
     def since(self, before: Times) -> Times:
         """What was spent since `before`; of memory, the present values."""
-        spent = Times(*(now - then for now, then in zip(self, before, strict=True)))
-        return spent._replace(peak_bytes=self.peak_bytes, swapped_bytes=self.swapped_bytes)
+        # In each step, so without a generator and `_replace`, which take three times as long.
+        spent = [*map(sub, self, before)]
+        spent[_PEAK], spent[_SWAPPED] = self.peak_bytes, self.swapped_bytes
+        return Times._make(spent)
+
+
+_PEAK, _SWAPPED = map(Times._fields.index, ("peak_bytes", "swapped_bytes"))
 
 
 class Stopwatch:

@@ -27,6 +27,7 @@ _DIGEST_BITS = (1 << 52) - 1
 _NUMBERS = frozenset({bool, int, float})
 _OWN = frozenset({"params", "lr", "fused"})
 """What of a group is no option: the parameters, the rate, and what the engine sets for speed."""
+_RATE = operator.methodcaller("get", "lr")
 
 
 class LearningRates:
@@ -78,6 +79,7 @@ class LearningRates:
         """Note which groups there are, and which parameters are in them."""
         self._lists = [(o, list(o.param_groups)) for o in self._optimizers]
         self._members = [[*map(id, group["params"])] for group in self._groups]
+        self._numbers_of = {id(group): number for number, group in enumerate(self._groups)}
 
     def begin(self, step: int, decays: int) -> None:
         """Set the rates of a step.
@@ -90,8 +92,10 @@ class LearningRates:
             TaskError: the schedule or a scheduler has failed.
         """
         self.check()
-        self._next = [*self._factors_at(step, decays), *([1.0] * self._num_fixed)]
-        self._rates = self._set([base * f for base, f in zip(self._base, self._next, strict=True)])
+        self._next = self._factors_at(step, decays)
+        if self._num_fixed:
+            self._next = [*self._next, *([1.0] * self._num_fixed)]
+        self._rates = self._set([*map(operator.mul, self._base, self._next)])
 
     def check_passes(self) -> None:
         """Refuse rates that microbatches have changed: other ranks compute other ones.
@@ -100,9 +104,10 @@ class LearningRates:
             TaskError: naming the group.
         """
         self._check_groups()
-        for index, (group, rate) in enumerate(zip(self._groups, self._rates, strict=True)):
+        for group, rate in zip(self._groups, self._rates, strict=True):
             written = group.get("lr")
             if written is not rate and _number(written) != rate:
+                index = self._numbers_of[id(group)]
                 raise TaskError(
                     f"the optimizer's group {index}: 'lr' was changed by a microbatch; change it "
                     "in Task.after_step, or by Task.build_scheduler"
@@ -113,7 +118,8 @@ class LearningRates:
         self._factors, self._held = self._next, list(self._rates)
         if self._is_replicated:
             # What the optimizer, or a hook of it, has written when it stepped.
-            self._keep_error(self._take_over_rates)
+            if not self._are_as_set():
+                self._keep_error(self._take_over_rates)
         else:
             # It counts for that step only: a rank that steps no part of the group has not done it.
             self._set(self._rates)
@@ -130,7 +136,8 @@ class LearningRates:
 
     def keep_written(self) -> None:
         """As `take_over`, after a step. What it raises is raised by `check`."""
-        self._keep_error(self.take_over)
+        if self._may_be_written or not self._are_as_set():
+            self._keep_error(self.take_over)
 
     def after_evaluation(self, metrics: Mapping[str, float], watch: str) -> None:
         """Step schedulers that are due after an evaluation of the validation splits."""
@@ -170,6 +177,12 @@ class LearningRates:
                     ) from None
             self._options[index] = _options(group)
 
+    def _are_as_set(self) -> bool:
+        """Whether groups are those of the start, with the very rates that were set last."""
+        # In each step, so without anything that takes longer than these comparisons.
+        rates = map(_RATE, self._groups)
+        return all(map(operator.is_, rates, self._held)) and not self._changed_group()
+
     def _take_over_rates(self) -> None:
         for index, (group, held) in enumerate(zip(self._groups, self._held, strict=True)):
             written, factor = group.get("lr"), self._factors[index]
@@ -192,19 +205,23 @@ class LearningRates:
         Raises:
             TaskError: naming what has changed.
         """
-        change = ""
-        for optimizer, groups in self._lists:
-            now = optimizer.param_groups
-            if len(now) != len(groups) or any(map(operator.is_not, now, groups)):
-                change = f"the groups of {type(optimizer).__name__} were added, removed or replaced"
-        for index, members in enumerate(self._members if self._may_be_written else ()):
-            if [*map(id, self._groups[index]["params"])] != members:
-                change = f"the optimizer's group {index}: other parameters were put into it"
+        change = self._changed_group()
         if change:
             raise TaskError(
                 f"{change}, and no checkpoint would say so; give it all groups in build_optimizer, "
                 "and set 'lr' to 0 for parameters that are to stay as they are"
             )
+
+    def _changed_group(self) -> str:
+        """What has changed, by words for people; empty if nothing has."""
+        for optimizer, groups in self._lists:
+            now = optimizer.param_groups
+            if len(now) != len(groups) or any(map(operator.is_not, now, groups)):
+                return f"the groups of {type(optimizer).__name__} were added, removed or replaced"
+        for index, members in enumerate(self._members if self._may_be_written else ()):
+            if [*map(id, self._groups[index]["params"])] != members:
+                return f"the optimizer's group {index}: other parameters were put into it"
+        return ""
 
     def values(self) -> list[dict[str, Any]]:
         """All values of the groups, for `changed`."""
@@ -237,8 +254,7 @@ class LearningRates:
 
     def of(self, group: Mapping[str, Any]) -> float:
         """The rate that a group had when the last step began."""
-        index = next(i for i, one in enumerate(self._groups) if one is group)
-        return float(self._rates[index])
+        return float(self._rates[self._numbers_of[id(group)]])
 
     def digest(self) -> int:
         """A digest of what all ranks must step with alike: 52 bits."""

@@ -65,11 +65,17 @@ class Header(NamedTuple):
     def unpack(cls, values: Sequence[float]) -> Header:
         """The inverse of `pack`."""
         has_failed, stop, grows, length, asked, is_suspicious, *digests = values[:_NUM_OWN]
-        times = Times(*values[_NUM_OWN:_NUM_FIXED])
-        counters = tuple(values[_NUM_FIXED:])
-        reason = STOP_REASONS[int(stop)]
-        own = bool(has_failed), reason, bool(grows), times, counters
-        return cls(*own, int(length), int(asked), bool(is_suspicious), *map(int, digests))
+        return cls(
+            bool(has_failed),
+            STOP_REASONS[int(stop)],
+            bool(grows),
+            Times._make(values[_NUM_OWN:_NUM_FIXED]),
+            tuple(values[_NUM_FIXED:]),
+            int(length),
+            int(asked),
+            bool(is_suspicious),
+            *map(int, digests),
+        )
 
 
 def num_values(num_counters: int) -> int:
