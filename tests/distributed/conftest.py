@@ -11,6 +11,7 @@ from lockstep.observe import read_events
 CONFIG = (
     "num_shards=4", "batch_size=16", "num_microbatches=8", "steps=8", "clip_norm=1.0", "lr=0.01",
     "eval_every=3", "log_every=1", "checkpoint.every=4", "digest_every=2",
+    "checkpoint.file_bytes=3000",
 )  # fmt: skip
 
 
@@ -53,6 +54,12 @@ def same(run_dir, reference):
     there = result(run_dir)
     for key in ("params_sha256", "carry_sha256", "tables_sha256", "metrics"):
         assert there.get(key) == reference.get(key), key
+
+
+def files(run_dir, step=8):
+    """What a run's checkpoint has beside the manifest, by name."""
+    folder = run_dir / "checkpoints" / f"step_{step:08}"
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "manifest.json"}
 
 
 def check_joiners(train_on, lockstep, task, folder, launcher, *keys):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import result, slow
-from tests.distributed.conftest import CONFIG, check_joiners, same
+from tests.distributed.conftest import CONFIG, check_joiners, files, same
 
 from lockstep.engine.faults import PlannedFault
 from lockstep.observe import read_events
@@ -34,11 +34,12 @@ MESSAGES = "exchange=messages"
     ],
 )
 def test_any_mesh_gives_the_bits_of_one_process(
-    train_on, reference, tmp_path, launcher, num_ranks, keys
+    train_on, reference, reference_dir, tmp_path, launcher, num_ranks, keys
 ):
     ended = train_on(tmp_path / "run", num_ranks, *keys, launcher=launcher)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     same(tmp_path / "run", reference)
+    assert files(tmp_path / "run") == files(reference_dir)
 
 
 @pytest.mark.slow

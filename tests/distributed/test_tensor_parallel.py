@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import slow
-from tests.distributed.conftest import check_joiners, same
+from tests.distributed.conftest import check_joiners, files, same
 
 from lockstep.engine.faults import PlannedFault
 from lockstep.observe import read_events
@@ -22,11 +22,12 @@ TASK = f"{Path(__file__).parents[1] / 'nn' / 'models.py'}:Language"
     ],
 )
 def test_any_mesh_gives_the_bits_of_one_process(
-    train_on, reference, tmp_path, launcher, num_ranks, tp
+    train_on, reference, reference_dir, tmp_path, launcher, num_ranks, tp
 ):
     ended = train_on(tmp_path / "run", num_ranks, f"mesh.tp={tp}", launcher=launcher)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     same(tmp_path / "run", reference)
+    assert files(tmp_path / "run") == files(reference_dir)
     assert ("1 fill none and are spares" in ended.stdout) == (num_ranks == 5)
 
 

@@ -13,7 +13,8 @@ import lockstep as ls
 from lockstep.comm.transport import LocalTransport
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint.format import Snapshot
-from lockstep.engine.tables.files import StreamedTables, cuts, described, file_name, read_fields
+from lockstep.engine.checkpoint.share import meet
+from lockstep.engine.tables.files import cuts, described, file_name, read_fields, scattered_tables
 from lockstep.engine.tables.table import DistributedTable, Part
 from lockstep.optim import RowAdam
 from lockstep.parallel.layout import RowLayout
@@ -57,9 +58,13 @@ def table(folder: Path, _: Path) -> Made:
 
     def write(data: bytes | None) -> Path:
         shutil.rmtree(folder / "step_00000001", ignore_errors=True)
-        streamed = StreamedTables(LocalTransport(), [distributed])
+        alone = LocalTransport()
+        files = scattered_tables(alone, [distributed])
+        share = meet(alone, lambda: checkpoint.begin(folder, 1), files, most_bytes=0)
+        assert share is not None
+        share.write(share.gathered(alone, torch.device("cpu"))[0])
         snapshot = Snapshot(1, {}, {}, {"tables": described({"rows": rows})})
-        there, _ = checkpoint.write(folder, snapshot, streamed=streamed.files)
+        there, _ = checkpoint.write(folder, snapshot, share=share)
         if data is not None:
             sign_file(there, name, data)
         return there

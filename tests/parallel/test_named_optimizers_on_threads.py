@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.thread_transport import ThreadTransport, on_ranks
+from tests.whole_snapshot import whole_snapshot
 from torch import nn, optim
 from torch.utils.data import Dataset, TensorDataset
 
@@ -20,10 +21,7 @@ from lockstep.engine.assembly import Parts, assemble
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.digests import model_digest
 from lockstep.engine.optimizer import flat_optimizer
-from lockstep.engine.recovery.sharded_state import whole_state
-from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Runtime
-from lockstep.engine.snapshot.capture import capture
 from lockstep.engine.snapshot.restore import restore
 from lockstep.engine.trial import trial
 from lockstep.optim import AdamATan2
@@ -133,10 +131,9 @@ def trained(
         for step in range(first, last):
             train_step.run(step, 0, batches)
             train_step.flat_optimizer.check_state()
-        state = whole_state(train_step)
+        taken = whole_snapshot(train_step, last, {})
         with train_step.parameters.whole():
-            make = capture(train_step, Progress(step=last), {}, state)
-            return model_digest(parts.model), make()
+            return model_digest(parts.model), taken
 
     found = on_ranks(size, body)
     assert len({digest for digest, _ in found}) == 1

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.thread_transport import ThreadTransport, on_ranks
+from tests.whole_snapshot import whole_snapshot
 from torch import Tensor, nn, optim
 from torch.utils.data import Dataset, TensorDataset
 
@@ -19,7 +20,6 @@ from lockstep.engine.assembly import assemble
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.digests import model_digest
 from lockstep.engine.recovery.replica_checks import check_replicas
-from lockstep.engine.recovery.sharded_state import whole_state
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.snapshot.capture import capture
@@ -111,9 +111,8 @@ def trained(
     batches = parts.loader.stream(parts.train_step.workspace.microbatches, first, last)
     for step in range(first, last):
         parts.train_step.run(step, 0, batches)
-    state = whole_state(parts.train_step)
-    make = capture(parts.train_step, Progress(step=last), {}, state)
-    return model_digest(parts.model), make() if runtime.is_first else None
+    taken = whole_snapshot(parts.train_step, last, {})
+    return model_digest(parts.model), taken if runtime.is_first else None
 
 
 def digests(size: int, sharded: bool, first: int, last: int, start: Any = None) -> list[str]:
@@ -249,8 +248,8 @@ def test_a_snapshot_is_not_changed_by_later_steps() -> None:
         batches = parts.loader.stream(parts.train_step.workspace.microbatches, 0, 4)
         parts.train_step.run(0, 0, batches)
         arguments = (parts.train_step, Progress(step=1), {})
-        now = capture(*arguments, whole_state(parts.train_step))
-        later = capture(*arguments, whole_state(parts.train_step))
+        now = capture(*arguments, parts.train_step.flat_optimizer.state())
+        later = capture(*arguments, parts.train_step.flat_optimizer.state())
         before = now()
         for step in range(1, 4):
             parts.train_step.run(step, 0, batches)

@@ -133,6 +133,8 @@ class CheckpointConfig(Section):
     keeps none."""
     background: bool = Field(default=True, json_schema_extra=NO_OUTCOME)
     """Write in a background thread from a copy in memory."""
+    file_bytes: Positive = Field(default=256 << 20, json_schema_extra=NO_OUTCOME)
+    """Most bytes of tensors in a file, unless one has more."""
 
 
 class DataConfig(Section):

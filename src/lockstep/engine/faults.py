@@ -62,7 +62,7 @@ Moment = Literal[
 - committed: after the step;
 - places: before ranks tell each other how far they have read a stream (`data.stream_shards`);
 - evaluate: before an evaluation;
-- checkpoint: in the middle of writing a checkpoint (rank 0);
+- checkpoint: in the middle of writing a checkpoint (rank 0, and others that write a part);
 - regroup, catch_up: when a loss was noticed, and when survivors have regrouped but not agreed yet;
 - join: when a new process begins to join;
 - start, met, ready: at the start of a session, always of step 0: before a process meets the others,

@@ -6,7 +6,7 @@ parameters as before. Offsets depend on the model and the optimizer's groups onl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from lockstep.errors import TaskError
 from lockstep.nn.cutting import Shard
 from lockstep.nn.holding import EVERYWHERE, WHOLE, Holding, Unit, is_released, release
 from lockstep.parallel.fold import BLOCK, Segment
-from lockstep.parallel.layout import Range
+from lockstep.parallel.layout import Range, within
 
 
 @dataclass(frozen=True)
@@ -255,6 +255,24 @@ class FlatTensors:
     def entries_of(self, segment: int) -> list[Entry]:
         """Places of the tensors of a segment."""
         return [entry for _, entry in self._by_segment[segment]]
+
+    def fill(
+        self, out: Tensor, segment: int, elements: Range, find: Callable[[str], Tensor | None]
+    ) -> None:
+        """Fill in elements of a segment from those of its tensors that can be found.
+
+        Args:
+            out: memory for the elements.
+            segment: number of the segment.
+            elements: which elements.
+            find: gives the tensor of a name, on any device, if there is one.
+        """
+        for entry in self.entries_of(segment):
+            common = entry.range.common(elements)
+            tensor = find(entry.name) if len(common) else None
+            if tensor is not None:
+                part = tensor.reshape(-1)[within(common, entry.range)]
+                out[within(common, elements)] = part.to(out.device)
 
     def take_gradients(self, segment: int) -> list[Tensor | None]:
         """The gradients of a segment's tensors, which then have none."""

@@ -37,6 +37,11 @@ class Range(NamedTuple):
         """
         return slice(self.first, self.last)
 
+    def common(self, other: Range) -> Range:
+        """The integers that are in both; an empty range if there are none."""
+        first = max(self.first, other.first)
+        return Range(first, max(first, min(self.last, other.last)))
+
 
 def is_in(part: Range, whole: Range) -> bool:
     """Whether all of a part is among the integers of another range."""

@@ -8,17 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.thread_transport import on_ranks
 
+from lockstep.comm.transport import LocalTransport
 from lockstep.engine.carry import (
     Carries,
     Carry,
     check_carry,
     check_named,
     from_named,
-    named_tensors,
     pack,
     unpack,
 )
-from lockstep.engine.carry.distributed_carries import exchanged
+from lockstep.engine.carry.distributed_carries import exchanged, scattered_carries
+from lockstep.engine.checkpoint.share import gathered
 from lockstep.errors import TaskError
 
 CPU = torch.device("cpu")
@@ -69,7 +70,11 @@ def test_a_tree_comes_back_whole(tree):
 @given(st.dictionaries(st.integers(0, 40), st.none() | trees, max_size=4))
 def test_carries_come_back_from_a_message_and_from_a_checkpoint(given_trees):
     carries = {n: Carry.of(t, "here") if t is not None else None for n, t in given_trees.items()}
-    for again in (unpack(pack(carries, CPU)), from_named(*named_tensors(carries), CPU)):
+    scattered, structures = scattered_carries(LocalTransport(), carries)
+    [*content] = gathered(LocalTransport(), [[*scattered.values()]], CPU)
+    saved = dict(zip(scattered, content, strict=True))
+    check_named(saved, {str(n): structures.get(str(n)) for n in range(41)}, 41)
+    for again in (unpack(pack(carries, CPU)), from_named(saved, structures, [*carries], CPU)):
         assert sorted(again) == sorted(carries)
         for number, carry in carries.items():
             assert (again[number] is None) == (carry is None)

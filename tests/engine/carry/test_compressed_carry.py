@@ -11,7 +11,7 @@ from tests.thread_transport import ThreadTransport, on_ranks
 
 from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.config import CompressionConfig, TrainConfig
-from lockstep.engine.carry import Carry, named_tensors
+from lockstep.engine.carry import Carry
 from lockstep.engine.carry.distributed_carries import CompressedCarries, distributed_carries
 from lockstep.parallel.compression.reduction import BLOCK as SCALED
 from lockstep.parallel.fold import BLOCK, Segment
@@ -141,7 +141,8 @@ def saved() -> tuple[CompressedCarries, dict[str, torch.Tensor], dict[str, Any]]
         made.make_leaf(number, errors(number))
     made.agree(agreed(70))
     made.commit()
-    return made, *named_tensors(made.committed)
+    tensors, structures = made.scattered()
+    return made, {n: t.own().view(t.kind.shape) for n, t in tensors.items()}, structures
 
 
 def test_a_saved_state_is_taken_again() -> None:

@@ -17,6 +17,7 @@ from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint import writer as writer_module
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.listing import folder_name
+from lockstep.engine.checkpoint.share import OwnShare
 from lockstep.engine.checkpoint.writer import AsyncWriter
 from lockstep.engine.events import Checkpointed, Event, Warned
 from lockstep.engine.runtime import ON_DISK, Heartbeat
@@ -255,7 +256,8 @@ def test_who_writes_what_it_gathers_is_not_taken_for_hung_either(tmp_path: Path)
         waits.append(heard.heartbeat._memory[1])
 
     heard.writer = AsyncWriter(tmp_path, CheckpointConfig(), heard.append, heard.heartbeat, at)
-    heard.writer.save(snapshot(7), False, perf_counter(), streamed={})
+    share = OwnShare(checkpoint.begin(tmp_path, 7), 0, {}, [[]])
+    heard.writer.save(snapshot(7), False, perf_counter(), share)
     assert waits == [ON_DISK]
     assert heard.heartbeat._memory[1] == 0
 

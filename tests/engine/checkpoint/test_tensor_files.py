@@ -10,7 +10,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from lockstep.engine.checkpoint.format import Kind, Tensors, in_memory, write_tensors
+from lockstep.engine.checkpoint.tensor_files import Kind, Tensors, in_memory, write_tensors
 
 TENSORS = {
     "flag": torch.tensor([True, False, True]),

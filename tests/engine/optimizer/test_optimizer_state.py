@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.whole_snapshot import whole_snapshot
 from torch import Tensor, nn, optim
 from torch.utils.data import Dataset, TensorDataset
 
@@ -23,13 +24,11 @@ from lockstep.engine.events import Event, Warned
 from lockstep.engine.optimizer.choice import check_none_attached, check_optimizer
 from lockstep.engine.optimizer.optimizer_state import from_json, home_of, to_json
 from lockstep.engine.passes.compute import copied
-from lockstep.engine.recovery.sharded_state import whole_state
 from lockstep.engine.run.loop import Trainer
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Runtime
-from lockstep.engine.snapshot.capture import capture
-from lockstep.engine.snapshot.compatibility import check_fits, check_optimizer_fits
-from lockstep.engine.snapshot.restore import copy_state, load_model, restore
+from lockstep.engine.snapshot.compatibility import check_fits, check_optimizer_fits, load_model
+from lockstep.engine.snapshot.restore import copy_state, restore
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, TaskError
 
@@ -100,8 +99,7 @@ def advance(parts: Parts, first: int, last: int) -> None:
 
 def saved(parts: Parts, step: int) -> Snapshot:
     meta = {"optimizer": parts.train_step.flat_optimizer.description}
-    state = whole_state(parts.train_step)
-    return capture(parts.train_step, Progress(step=step), meta, state)()
+    return whole_snapshot(parts.train_step, step, meta)
 
 
 def test_a_copy_of_the_state_leaves_a_sharded_optimizer_its_own() -> None:

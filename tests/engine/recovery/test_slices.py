@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.engine.recovery.leader import Owned
-from lockstep.engine.recovery.sharded_state import slice_roots
+from lockstep.engine.recovery.leader import Owned, slice_roots
 from lockstep.errors import RankFailure
 from lockstep.parallel.fold import BLOCK, Segment, slice_up
 from lockstep.parallel.layout import stepped_slices

@@ -1,8 +1,10 @@
 """Tables distributed over ranks that are threads: fetched, stepped, redistributed, in files."""
 
 import json
+import shutil
 import threading
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +17,7 @@ import lockstep as ls
 from lockstep.config import TrainConfig
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint.format import Snapshot
+from lockstep.engine.checkpoint.share import exhaust, meet
 from lockstep.engine.tables import exchange as messages
 from lockstep.engine.tables.files import (
     check_described,
@@ -180,30 +183,43 @@ def test_survivors_have_all_rows_if_no_neighbours_died(former, data):
     assert found == [(digest, later)] * size
 
 
+def written(tables, transport, root):
+    """The folder of a checkpoint that all ranks have written."""
+    root.mkdir(exist_ok=True)
+    begin = partial(checkpoint.begin, root, 3)
+    share = meet(transport, begin, tables.scattered(), most_bytes=0)
+    own, stream = share.gathered(transport, CPU)
+    share.write(own)
+    exhaust(stream)
+    assert len(share.writers) == min(transport.size, len(cuts(made())))
+    transport.gather_json(0)
+    if transport.rank == 0:
+        meta = {"tables": described({"t": made()})}
+        checkpoint.write(root, Snapshot(3, {"w": torch.zeros(1)}, {}, meta), share=share)
+    transport.gather_json(0)
+    return root / "step_00000003"
+
+
 def test_files_are_the_same_on_any_number_of_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr("lockstep.engine.tables.files._FILE_BYTES", 1100)
     assert len(cuts(made())) > 2
 
     def save(transport):
+        is_everywhere = transport.size != 3
         tables, _ = trained(transport)
-        streamed = tables.streamed()
-        folder = None
-        if transport.rank == 0:
-            root = tmp_path / str(transport.size)
-            meta = {"tables": described({"t": made()})}
-            snapshot = Snapshot(3, {"w": torch.zeros(1)}, {}, meta)
-            folder, _ = checkpoint.write(root, snapshot, streamed=streamed.files)
-        streamed.drain()
+        folder = written(tables, transport, tmp_path / str(transport.size))
         before = tables.digest()
         tables.start()
         assert tables.digest() != before
-        with tables.temporary(folder):
+        given = (folder if is_everywhere or transport.rank == 0 else None, is_everywhere)
+        with tables.temporary(*given):
             assert tables.digest() == before
         assert tables.digest() != before
-        tables.load(folder)
+        tables.load(*given)
         return tables.digest() == before, weights(tables, transport)
 
     for size in (1, 3, 5):
+        shutil.rmtree(tmp_path / str(size), ignore_errors=True)
         assert all(is_same for is_same, _ in on_ranks(size, save))
     one, three = (tmp_path / name / "step_00000003" for name in "13")
     names = sorted(path.name for path in one.glob("table_*"))
@@ -220,9 +236,7 @@ def test_files_are_the_same_on_any_number_of_ranks(tmp_path, monkeypatch):
 
 def test_a_damaged_file_is_named(tmp_path):
     def save(transport):
-        tables, _ = trained(transport)
-        snapshot = Snapshot(3, {"w": torch.zeros(1)}, {}, {"tables": described({"t": made()})})
-        return checkpoint.write(tmp_path, snapshot, streamed=tables.streamed().files)[0]
+        return written(trained(transport)[0], transport, tmp_path)
 
     folder = on_ranks(1, save)[0]
     table, path = made(), folder / "table_0.00000.safetensors"

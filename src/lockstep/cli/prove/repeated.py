@@ -319,4 +319,4 @@ def _tensors(snapshot: checkpoint.Snapshot) -> dict[str, Tensor]:
         f"{key} of {name} from row {first} on": tensor
         for name, first, key, tensor in read_rows(snapshot)
     }
-    return snapshot.model | snapshot.buffers | carried | rows
+    return dict(snapshot.model) | snapshot.buffers | carried | rows

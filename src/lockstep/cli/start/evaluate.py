@@ -171,10 +171,10 @@ def export(
         )
     snapshot = find_snapshot(directory.checkpoints, which)
     if not overrides or not isinstance(applied, Applies):
-        return task.export(snapshot.model, made(path, "export to"))
+        return task.export(dict(snapshot.model), made(path, "export to"))
     # The data first: they may be unusable, and then nothing must be written.
     device = torch.device("cpu")
     model = restored(applied, config, snapshot, device, str(directory.checkpoints))
     applied.data_digest()
-    lines = task.export(snapshot.model, made(path, "export to"))
+    lines = task.export(dict(snapshot.model), made(path, "export to"))
     return [*lines, *applied.apply(model.eval(), path)]

@@ -183,7 +183,8 @@ def export(
     format: Annotated[
         str | None,
         typer.Option(
-            "--format", help="safetensors, torch.export, torchscript or onnx; by PATH if left out."
+            "--format",
+            help="safetensors, dcp, torch.export, torchscript or onnx; by PATH if left out.",
         ),
     ] = None,
 ) -> None:
@@ -191,6 +192,7 @@ def export(
 
     With key=value items a task's own forms predict on the data that these name.
     The formats' files end in .safetensors (weights), .pt2 (torch.export), .ts and .onnx.
+    dcp is a folder of torch.distributed.checkpoint.
     This runs the code that run.json in the directory names as target.
     """
     with ending_at_interrupt():

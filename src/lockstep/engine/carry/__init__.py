@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -181,12 +181,16 @@ def unpack(packed: Tensor) -> dict[int, Carry | None]:
     return carries
 
 
-def _index(carries: CarryByNumber) -> bytes:
-    index = [
+def indexed(carries: CarryByNumber) -> list[list[Any]]:
+    """For each carry its number, structure, and name, dtype and shape of each tensor; as JSON."""
+    return [
         [number, carry and [carry.structure, _described(carry.tensors)]]
         for number, carry in carries.items()
     ]
-    return json.dumps(index).encode()
+
+
+def _index(carries: CarryByNumber) -> bytes:
+    return json.dumps(indexed(carries)).encode()
 
 
 def _tensors(carries: CarryByNumber) -> list[Tensor]:
@@ -205,20 +209,8 @@ def _words(num_bytes: int) -> int:
     return -(-num_bytes // _WORD)
 
 
-def named_tensors(carries: CarryByNumber) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors on the CPU by "microbatch/name", and structures by microbatch, for a checkpoint."""
-    tensors = {
-        f"{number}/{name}": tensor.cpu()
-        for number, carry in carries.items()
-        if carry
-        for name, tensor in carry.tensors.items()
-    }
-    structures = {str(n): carry and carry.structure for n, carry in sorted(carries.items())}
-    return tensors, structures
-
-
 def check_named(tensors: Mapping[str, Tensor], structures: object, num_carries: int) -> None:
-    """Refuse what `named_tensors` cannot have made of so many carries.
+    """Refuse what `DistributedCarries.scattered` cannot have made of so many carries.
 
     Raises:
         ValueError: says what is wrong.
@@ -238,16 +230,22 @@ def check_named(tensors: Mapping[str, Tensor], structures: object, num_carries: 
 
 
 def from_named(
-    tensors: Mapping[str, Tensor], structures: Mapping[str, Any], device: torch.device
+    tensors: Mapping[str, Tensor],
+    structures: Mapping[str, Any],
+    wanted: Collection[int],
+    device: torch.device,
 ) -> dict[int, Carry | None]:
-    """The inverse of `named_tensors`."""
-    by_number: dict[str, dict[str, Tensor]] = {number: {} for number in structures}
+    """Some carries of a checkpoint, in memory of their own, by number."""
+    by_number: dict[str, dict[str, Tensor]] = {str(number): {} for number in wanted}
     for name, tensor in tensors.items():
         number, _, path = name.partition("/")
-        by_number[number][path] = tensor.to(device)
+        if number in by_number:
+            by_number[number][path] = tensor.to(device, copy=True)
     return {
-        int(number): None if structure is None else Carry(structure, by_number[number])
-        for number, structure in structures.items()
+        number: Carry(structures[str(number)], by_number[str(number)])
+        if structures[str(number)] is not None
+        else None
+        for number in wanted
     }
 
 

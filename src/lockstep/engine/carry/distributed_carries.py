@@ -19,8 +19,19 @@ from torch import Tensor
 from lockstep.comm.transport import Transport, offsets
 from lockstep.config import TrainConfig
 from lockstep.data.random import Stream, random_key
-from lockstep.engine.carry import Carries, Carry, CarryByNumber, num_words, pack, unpack
+from lockstep.engine.carry import (
+    Carries,
+    Carry,
+    CarryByNumber,
+    indexed,
+    num_words,
+    pack,
+    unpack,
+)
+from lockstep.engine.checkpoint.share import Held, Scattered
+from lockstep.engine.checkpoint.tensor_files import Kind
 from lockstep.engine.flat_tensors import FlatTensors
+from lockstep.engine.optimizer.optimizer_state import DTYPES
 from lockstep.engine.placement import Placement
 from lockstep.engine.runtime import Runtime
 from lockstep.parallel.compression.sums import error_segments
@@ -132,6 +143,22 @@ class DistributedCarries(Carries):
         else:
             self.skip()
 
+    def wanted(self, ranges: Sequence[Assigned]) -> set[int]:
+        """The numbers of the carries that this rank needs, with those it has copies of.
+
+        Args:
+            ranges: microbatches of each rank.
+        """
+        rank, num = self._placement.world.rank, self._config.num_microbatches
+        owners = [rank, rank - 1] if self.are_copied else [rank]
+        return {
+            first + number
+            for owner in owners
+            for number in range(*ranges[owner])
+            if number < num
+            for first in range(0, len(self._distributed), num)
+        } | {*self._shared}
+
     def redistribute(self, ranges: Sequence[Assigned]) -> list[int]:
         """Bring carries to the ranks that are to compute their microbatches; a collective.
 
@@ -145,15 +172,7 @@ class DistributedCarries(Carries):
         Raises:
             GroupBroken: on all ranks; nothing has changed.
         """
-        world, num = self._placement.world, self._config.num_microbatches
-        owners = [world.rank, world.rank - 1] if self.are_copied else [world.rank]
-        own = {
-            first + number
-            for owner in owners
-            for number in range(*ranges[owner])
-            if number < num
-            for first in range(0, len(self._distributed), num)
-        } | {*self._shared}
+        world, own = self._placement.world, self.wanted(ranges)
         arrived, lost = exchanged(world, self.committed, own, self._runtime.device)
         world.agree()
         if not lost:
@@ -178,11 +197,9 @@ class DistributedCarries(Carries):
             known |= theirs
         return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
-    def on_first(self) -> dict[int, Carry | None]:
-        """All carries on rank 0, for a checkpoint, and nothing on other ranks; a collective."""
-        world = self._placement.world
-        own = range(self.num_carries) if world.rank == 0 else ()
-        return exchanged(world, self.committed, own, self._runtime.device)[0]
+    def scattered(self) -> tuple[dict[str, Scattered], dict[str, Any]]:
+        """All carries, for a checkpoint; see `scattered_carries`."""
+        return scattered_carries(self._placement.world, self.committed)
 
 
 class CompressedCarries(DistributedCarries):
@@ -283,6 +300,35 @@ class CompressedCarries(DistributedCarries):
 
 def _structure(names: Mapping[str, object]) -> dict[str, Any]:
     return {"dict": {name: {"tensor": name} for name in names}}
+
+
+def scattered_carries(
+    transport: Transport, carries: CarryByNumber
+) -> tuple[dict[str, Scattered], dict[str, Any]]:
+    """The carries that some rank has; a collective.
+
+    Args:
+        transport: the group of ranks.
+        carries: the carries of this rank.
+
+    Returns:
+        Their tensors by "number/name", and the structure of each by its number.
+    """
+    owners: dict[int, int] = {}
+    for rank, numbers in enumerate(transport.gather_json(sorted(carries))):
+        owners = dict.fromkeys(numbers, rank) | owners
+    mine = {n: carry for n, carry in carries.items() if owners[n] == transport.rank}
+    tensors: dict[str, Scattered] = {}
+    structures: dict[str, Any] = {}
+    for rank, of_rank in enumerate(transport.gather_json(indexed(mine))):
+        for number, described in of_rank:
+            structures[str(number)] = described and described[0]
+            own = mine.get(number)
+            for name, dtype, shape in described[1] if described else ():
+                kind = Kind(DTYPES[dtype], torch.Size(shape))
+                tensor = own.tensors[name] if own is not None else None
+                tensors[f"{number}/{name}"] = Held(kind, rank, tensor)
+    return tensors, {number: structures[number] for number in sorted(structures, key=int)}
 
 
 def exchanged(

@@ -14,25 +14,24 @@ from lockstep.engine.audit.pass_state import named
 from lockstep.engine.carry import from_named
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
-from lockstep.engine.checkpoint.format import Tensors
 from lockstep.engine.checkpoint.origin import check_data, manifest_of
 from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.checkpoint.share import Files, files_of, opened_everywhere
 from lockstep.engine.checkpoint.writer import AsyncWriter
 from lockstep.engine.digests import check_rounding
 from lockstep.engine.events import Checkpointed, Event, Resumed, Warned
+from lockstep.engine.recovery.leader import numbers_of_state
 from lockstep.engine.recovery.replica_checks import check_replicas, check_streams
-from lockstep.engine.recovery.sharded_state import numbers_of_state, whole_state
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Runtime, everywhere, on_first
-from lockstep.engine.snapshot.capture import StreamedState, WholeTensors, capture, whole_tensors
+from lockstep.engine.snapshot.capture import ScatteredState, capture
 from lockstep.engine.snapshot.compatibility import (
     check_fits,
     check_optimizer_fits,
     check_optimizer_state,
 )
-from lockstep.engine.snapshot.restore import restore, start_from
+from lockstep.engine.snapshot.restore import restore, restore_own, start_from
 from lockstep.engine.snapshot.resumable import check_meta, check_training_state, stretch
-from lockstep.engine.tables.files import StreamedTables
 from lockstep.engine.task.task_config import length_reads
 from lockstep.engine.training_data import share_places
 from lockstep.errors import CheckpointError
@@ -70,6 +69,7 @@ class Checkpointer:
         self._on_written = on_written
         self._writer = self._new_writer()
         self._saved_step = -1
+        self._is_shared = self._is_cut_short = False
 
     def _new_writer(self) -> AsyncWriter:
         config, runtime = self._config.checkpoint, self._runtime
@@ -82,6 +82,7 @@ class Checkpointer:
             RunDirectoryError: there is no such folder.
             CheckpointError: the state could not be written.
         """
+        self._settle()
         path: str = on_first(self._transport, self._directory.rescue)
         self._directory.follow(Path(path))
         with suppress(CheckpointError):  # of a checkpoint in the folder that is gone
@@ -125,45 +126,75 @@ class Checkpointer:
         share_places(self._parts.loader, self._runtime, progress.step)
         self.check_state(is_saved=True)
         self._share_length_reads()
+        self._settle()
         train_step, is_first = self._parts.train_step, self._runtime.is_first
-        carries = train_step.carries.on_first() if train_step.carries is not None else None
-        streams: list[StreamedState | StreamedTables] = []
-        files: dict[str, Tensors] = {}
-        if train_step.is_streamed:
-            # Tensors are written as they are gathered: no rank need have the memory for them all.
+        files: Files = {}
+        make: Callable[[], checkpoint.Snapshot] | None = None
+        is_scattered, most_bytes = train_step.shares_state, self._config.checkpoint.file_bytes
+        if is_scattered:
             state = numbers_of_state(train_step)
-            streamed = StreamedState(train_step, list(state.flats))
-            streams.append(streamed)
-            files |= {checkpoint.MODEL: streamed.model, checkpoint.OPTIMIZER: streamed.optimizer}
-            if is_first:
-                nothing = WholeTensors({}, {})
-                meta = self._meta(progress)
-                make = capture(train_step, progress, meta, state, nothing, carries)
-        else:
-            # A whole optimizer is on rank 0 already; slices and shards of one are on all ranks.
-            if is_first or train_step.shares_state:
-                state = whole_state(train_step)
-            with train_step.parameters.whole():
-                is_split = train_step.placement.is_split
-                whole = whole_tensors(train_step, state) if is_split else None
-                if is_first:
-                    meta = self._meta(progress)
-                    make = capture(train_step, progress, meta, state, whole, carries)
+            scattered = ScatteredState(train_step, sorted(state.flats))
+            files |= files_of(checkpoint.MODEL, scattered.model, most_bytes)
+            files |= files_of(checkpoint.OPTIMIZER, scattered.optimizer, most_bytes)
+        elif is_first:
+            state = train_step.flat_optimizer.state()
         if train_step.tables is not None:
-            tables = train_step.tables.streamed()
-            streams.append(tables)
-            files |= tables.files
+            files |= train_step.tables.scattered()
+        structures: dict[str, Any] = {}
+        if train_step.carries is not None:
+            carried, structures = train_step.carries.scattered()
+            if carried:
+                files |= files_of(checkpoint.CARRY, carried, most_bytes)
+        if is_first:
+            meta = self._meta(progress)
+            if train_step.carries is not None:
+                meta["carry"] = structures
+            make = capture(train_step, progress, meta, state, is_scattered)
         # A writer would create the folder of a run again that is gone, and `rescue` comes first.
-        if is_first and not self._directory.is_gone():
-            self._writer.save(make, best, started, files or None)
-            if best and self._transport.can_regroup and self._transport.size > 1:
-                # If this rank dies, the others write it again; but they no longer could once they
-                # have done the next step, which they can't do without this rank.
+        is_gone = is_first and self._directory.is_gone()
+        if files:
+            self._is_shared = self._writer.save_together(
+                self._transport,
+                None if is_gone else make,
+                files,
+                train_step.flat.flats[0].device,
+                progress.step,
+                best,
+                started,
+                in_background=not train_step.is_streamed and train_step.tables is None,
+            )
+        elif make is not None and not is_gone:
+            self._writer.save(make, best, started)
+        if best and self._transport.can_regroup and self._transport.size > 1:
+            # If this rank dies, the others write it again; but they no longer could once they
+            # have done the next step, which they can't do without this rank.
+            self._settle()
+            if is_first:
                 self._writer.wait()
-        for stream in streams:
-            stream.drain()  # on the other ranks, and on rank 0 if the disk has failed
         train_step.watch.checkpoint_s += perf_counter() - started
         self._saved_step = progress.step
+
+    def _settle(self) -> None:
+        """Wait until all ranks have written their shares of the last checkpoint; a collective.
+
+        Before rank 0 waits for these: it does not notice if a rank is lost that writes one.
+        """
+        if self._is_shared:
+            if not self._runtime.is_first:
+                self._writer.wait()
+            self._transport.gather_json(0)
+            self._is_shared = False
+
+    def regroup(self) -> bool:
+        """Go on in another group; a collective.
+
+        Returns:
+            Whether a lost rank may not have written its share of the last checkpoint.
+        """
+        self._is_cut_short |= self._is_shared and self._runtime.is_first and self._writer.is_writing
+        self._writer.give_up()
+        self._is_shared = False
+        return any(self._transport.gather_json(self._is_cut_short))
 
     def _share_length_reads(self) -> None:
         """Tell all ranks what the task's code has read of the run's length on any of them."""
@@ -173,7 +204,7 @@ class Checkpointer:
 
     def forget(self) -> None:
         """Save the step again, though it was: lost ranks may have it, or the run ends with it."""
-        self._saved_step = -1
+        self._saved_step, self._is_cut_short = -1, False
 
     def finish(self, progress: Progress) -> str:
         """Make sure that the state is on disk; returns its folder.
@@ -182,6 +213,7 @@ class Checkpointer:
             CheckpointError: it could not be written.
         """
         self.save(progress)
+        self._settle()
         folder: str = on_first(self._transport, lambda: str(self._writer.finish(progress.step)))
         return folder
 
@@ -255,7 +287,7 @@ class Checkpointer:
         if self._runtime.is_first:
             self._writer.wait()  # in the middle of a run, one may still be being written
             with self._runtime.heartbeat.on_disk():
-                snapshot, folder, skipped = checkpoint.newest_valid(self._root)
+                snapshot, folder, skipped = checkpoint.newest_valid(self._root, is_mapped=True)
 
         def check() -> tuple[list[str], Sequence[int], Sequence[Any], list[str] | None] | None:
             if snapshot is None:
@@ -305,11 +337,18 @@ class Checkpointer:
             self._length_reads.add([_UNKNOWN] if asked is None else asked)
         self._parts.loader.know_passes(starts)
         self._parts.loader.set_places(places)
-        meta = restore(snapshot, train_step, self._transport)
+        meta = self._transport.gather_json(snapshot.meta if snapshot else {})[0]
+        opened = opened_everywhere(self._transport, snapshot)
+        if opened is not None:
+            with self._runtime.heartbeat.on_disk():
+                everywhere(self._transport, lambda: restore_own(opened, train_step, meta))
+        else:
+            restore(snapshot, train_step, self._transport)
         progress = Progress.from_state_dict(meta["progress"])
-        self._restore_carries(snapshot)
+        self._restore_carries(snapshot, opened)
         if train_step.tables is not None:
-            train_step.tables.load(folder)
+            where = opened.folder if opened is not None else folder
+            train_step.tables.load(where, opened is not None)
         for message in [f"{reason}; the one before is used" for reason in skipped] + warnings:
             if message:
                 self._warn(progress.step, message)
@@ -317,17 +356,28 @@ class Checkpointer:
         self._saved_step = progress.step
         return progress
 
-    def _restore_carries(self, snapshot: checkpoint.Snapshot | None) -> None:
-        """Bring what microbatches carry to the ranks that compute them; a collective."""
-        carries = self._parts.train_step.carries
+    def _restore_carries(
+        self, snapshot: checkpoint.Snapshot | None, opened: checkpoint.Snapshot | None
+    ) -> None:
+        """Bring what microbatches carry to the ranks that compute them; a collective.
+
+        Args:
+            snapshot: on rank 0, what it has read.
+            opened: the same on all ranks, if all can read it.
+        """
+        carries, mesh = self._parts.train_step.carries, self._parts.placement.mesh
         if carries is None:
             return
+        there, wanted = opened or snapshot, [*range(carries.num_carries)]
+        if opened is not None:
+            wanted = sorted(carries.wanted(mesh.microbatches))
         saved = {}
-        if snapshot is not None:
-            saved = from_named(snapshot.carry, snapshot.meta["carry"], self._runtime.device)
-        # All of them are on rank 0 first, which read them; `redistribute` sends them on.
+        if there is not None:
+            structures, device = there.meta["carry"], self._runtime.device
+            saved = from_named(there.carry, structures, wanted, device)
+        # If rank 0 alone has read them, `redistribute` sends them on.
         carries.replace(saved)
-        carries.redistribute(self._parts.placement.mesh.microbatches)
+        carries.redistribute(mesh.microbatches)
 
     def _mark_best(self, step: int) -> None:
         """Let the hint name the best checkpoint, if any: its writer may have died before that."""

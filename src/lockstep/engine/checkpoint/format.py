@@ -1,9 +1,5 @@
 """Checkpoints on disk: tensors as safetensors, everything else as JSON; verified, never pickled.
 
-The format (github.com/huggingface/safetensors): the length of the header as 8 bytes, the header in
-JSON with dtype, shape and place of each tensor, then the tensors without gaps. What reads it may
-want tensors at multiples of their element size, so those with the largest elements come first.
-
     checkpoints/step_00000100/model.safetensors        parameters and persistent buffers by name
                               buffers.safetensors      other buffers, if any may change
                               optimizer.safetensors    state by "key/parameter"
@@ -13,6 +9,9 @@ want tensors at multiples of their element size, so those with the largest eleme
                               manifest.json            SHA-256 of these, and all the rest
     checkpoints/latest, checkpoints/best               names of folders; only hints
 
+A large model, and its optimizer's state, are in several files, `model-00001-of-00002.safetensors`
+and so on, with an index, `model.safetensors.index.json`.
+
 A folder is written under a temporary name, flushed to disk, and renamed: it is complete or does not
 exist. A valid one of the same state is left alone. Nothing in it depends on the number of ranks.
 """
@@ -21,34 +20,41 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
-import safetensors.torch
-import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from lockstep.config.files import open_to_read, read_bytes, sync_folder, temporary_beside
+from lockstep.config.files import read_bytes, sync_folder, temporary_beside
 from lockstep.config.parsing import as_type, parse_object
 from lockstep.engine.checkpoint.listing import (
     MANIFEST,
+    files_with,
     folder_name,
     folders,
     missing,
     write_hint,
 )
-from lockstep.engine.digests import memory_of
+from lockstep.engine.checkpoint.tensor_files import (
+    FILE_BYTES,
+    MappedFile,
+    Tensors,
+    in_files,
+    in_memory,
+    read_verified,
+    verify,
+    write_file,
+    write_tensors,
+)
 from lockstep.errors import CheckpointError
 
 FORMAT = 1
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 
-_BUFFERS, _TASK, _CARRY = "buffers.safetensors", "task.safetensors", "carry.safetensors"
+CARRY, _BUFFERS, _TASK = "carry.safetensors", "buffers.safetensors", "task.safetensors"
 """There only if there are such tensors."""
 
 TABLE = "table_"
@@ -56,18 +62,6 @@ TABLE = "table_"
 
 _CIRCUMSTANCES = ("sha256", "layout", "versions", "saved_at")
 """Keys of a manifest that may differ between two checkpoints of the same state."""
-
-_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
-    torch.bool: "BOOL", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-}  # fmt: skip
-
-_ALIGNMENT = 8
-"""Bytes: the header ends at a multiple of it."""
 
 
 @dataclass
@@ -83,51 +77,71 @@ class Snapshot:
         task: tensors of the task's own state by name.
         carry: tensors that microbatches carry, by "number/name"; `meta` has the rest.
         folder: where it was read from, and rows of tables are.
+        mapped: the files that tensors are read from when they are looked at.
     """
 
     step: int
-    model: dict[str, Tensor]
+    model: Mapping[str, Tensor]
     optimizer: dict[str, Tensor]
     meta: dict[str, Any] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     task: dict[str, Tensor] = field(default_factory=dict)
     carry: dict[str, Tensor] = field(default_factory=dict)
     folder: Path | None = None
+    mapped: list[MappedFile] = field(default_factory=list)
+
+    def drop(self) -> None:
+        """Free the memory of what was looked at in files."""
+        for file in self.mapped:
+            file.drop()
 
 
-class Kind(NamedTuple):
-    """Dtype and shape of a tensor, as in a header."""
+class Share(Protocol):
+    """The files that several ranks write into one folder."""
 
-    dtype: torch.dtype
-    shape: torch.Size
+    folder: Path
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the tensor in bytes."""
-        return self.shape.numel() * self.dtype.itemsize
+    def entries(self) -> dict[str, Any]:
+        """The entries of all these files in a manifest, once they are written.
 
-
-class Tensors(NamedTuple):
-    """The tensors of a file, each of which is made when it is read."""
-
-    kinds: Mapping[str, Kind]
-    """Kind of each tensor by name, those of the largest elements first."""
-    content: Iterable[Tensor]
-    """The tensors in that order, on any device."""
+        Raises:
+            OSError: they could not be.
+        """
 
 
-def in_memory(tensors: Mapping[str, Tensor]) -> Tensors:
-    """Tensors by name as the content of a file."""
-    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
-    kinds = {name: Kind(tensors[name].dtype, tensors[name].shape) for name in names}
-    return Tensors(kinds, (tensors[name] for name in names))
+def begin(root: Path, step: int) -> Path:
+    """Make the folder for a checkpoint that is being written.
+
+    Raises:
+        OSError: the disk is full, read-only, or gone.
+    """
+    # Beside the final folder: a rename is atomic within one file system only.
+    temporary = temporary_beside(root / folder_name(step))
+    root.mkdir(exist_ok=True)  # and not its parent: a run directory that is gone stays so
+    temporary.mkdir()
+    return temporary
+
+
+def write_files(folder: Path, files: Mapping[str, Tensors | bytes]) -> dict[str, Any]:
+    """Write files, and return their entries in a manifest when they are on disk.
+
+    Raises:
+        OSError: the disk is full, read-only, or gone.
+    """
+    return {
+        name: write_file(folder / name, [content])
+        if isinstance(content, bytes)
+        else write_tensors(folder / name, content)
+        for name, content in files.items()
+    }
 
 
 def write(
     root: Path,
     snapshot: Snapshot,
     halfway: Callable[[], None] = lambda: None,
-    streamed: Mapping[str, Tensors] | None = None,
+    share: Share | None = None,
+    most_bytes: int = FILE_BYTES,
 ) -> tuple[Path, int]:
     """Write a checkpoint below `root`.
 
@@ -135,7 +149,9 @@ def write(
         root: folder of all checkpoints; made if need be.
         snapshot: training state to write.
         halfway: function that is called when all tensors are on disk under a temporary name.
-        streamed: files whose tensors are gathered while they are written, by name, in order.
+        share: files beside the snapshot's, which has no tensors of model and optimizer if these
+            are among them.
+        most_bytes: greatest size of the tensors in a file.
 
     Returns:
         Its folder and its size in bytes.
@@ -144,25 +160,23 @@ def write(
         OSError: the disk is full, read-only, or gone; nothing half-written stays behind.
     """
     final = root / folder_name(snapshot.step)
-    # Beside the final folder: a rename is atomic within one file system only.
-    temporary = temporary_beside(final)
+    temporary = share.folder if share is not None else begin(root, snapshot.step)
     try:
-        root.mkdir(exist_ok=True)  # and not its parent: a run directory that is gone stays so
-        temporary.mkdir()
-        contents = {MODEL: in_memory(snapshot.model), OPTIMIZER: in_memory(snapshot.optimizer)}
-        optional = {_BUFFERS: snapshot.buffers, _TASK: snapshot.task, _CARRY: snapshot.carry}
+        files = share.entries() if share is not None else {}
+        contents: dict[str, Tensors | bytes] = {}
+        for name, tensors in ((MODEL, snapshot.model), (OPTIMIZER, snapshot.optimizer)):
+            if not files_with(name, files):
+                contents |= in_files(name, tensors, most_bytes)
+        optional = {_BUFFERS: snapshot.buffers, _TASK: snapshot.task, CARRY: snapshot.carry}
         contents |= {name: in_memory(tensors) for name, tensors in optional.items() if tensors}
-        contents |= streamed or {}
-        files = {
-            name: write_tensors(temporary / name, tensors) for name, tensors in contents.items()
-        }
+        files = write_files(temporary, contents) | files
         halfway()
         body = {"format": FORMAT, "step": snapshot.step, "files": files, **snapshot.meta}
         body = json.loads(json.dumps(body))  # as it will be read: keys that are numbers are text
         manifest = {"sha256": _json_digest(body), **body}
         text = json.dumps(manifest, indent=1, ensure_ascii=False).encode()
         size = len(text) + sum(f["bytes"] for f in files.values())
-        _write_file(temporary / MANIFEST, [text])
+        write_file(temporary / MANIFEST, [text])
         sync_folder(temporary)
         if _holds(final, body):
             shutil.rmtree(temporary, ignore_errors=True)
@@ -177,39 +191,84 @@ def write(
     return final, size
 
 
-def read(folder: Path) -> Snapshot:
+def read(folder: Path, is_mapped: bool = False, is_known: bool = False) -> Snapshot:
     """Read and verify a checkpoint.
+
+    Args:
+        folder: its folder.
+        is_mapped: whether the tensors of model, optimizer and carries are to be read when they are
+            looked at.
+        is_known: whether another rank has verified the files, which then are opened only.
 
     Raises:
         CheckpointError: something is missing, damaged, or newer than this library.
     """
     manifest = read_manifest(folder)
-    optional = [name for name in (_BUFFERS, _TASK, _CARRY) if name in manifest["files"]]
-    names = [MODEL, OPTIMIZER, *optional]
-    files = {name: _read_verified(folder / name, manifest) for name in names}
-    for name in manifest["files"]:
-        if name.startswith(TABLE):  # rows are verified now, and read once their ranks are known
-            _read_verified(folder / name, manifest)
+    known = manifest["files"]
+    left, mapped = set(known), list[MappedFile]()
+
+    def tensors(file: str, is_mapped: bool = False) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name in _named(folder, manifest, file):
+            left.discard(name)
+            if is_mapped:
+                mapped.append(MappedFile(folder / name, known[name], not is_known))
+                found |= mapped[-1].tensors
+            else:
+                found |= read_verified(folder / name, known[name])
+        return found
+
+    model, optimizer = tensors(MODEL, is_mapped), tensors(OPTIMIZER, is_mapped)
+    # What a task and its hooks are given is theirs.
+    buffers, task = tensors(_BUFFERS), tensors(_TASK)
+    carry = tensors(CARRY, is_mapped)
+    for name in () if is_known else sorted(left):
+        # Rows are verified now, and read once their ranks are known.
+        verify(folder / name, known[name])
     meta = {k: v for k, v in manifest.items() if k not in ("sha256", "format", "step", "files")}
-    return Snapshot(
-        manifest["step"],
-        files[MODEL],
-        files[OPTIMIZER],
-        meta,
-        files.get(_BUFFERS, {}),
-        files.get(_TASK, {}),
-        files.get(_CARRY, {}),
-        folder,
-    )
+    step = manifest["step"]
+    return Snapshot(step, model, optimizer, meta, buffers, task, carry, folder, mapped)
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
+def read_model(folder: Path, is_known: bool = False) -> Snapshot:
+    """The parameters and persistent buffers alone, as `read` maps them."""
+    manifest = read_manifest(folder)
+    mapped = [
+        MappedFile(folder / name, manifest["files"][name], not is_known)
+        for name in _named(folder, manifest, MODEL)
+    ]
+    tensors = {name: tensor for file in mapped for name, tensor in file.tensors.items()}
+    return Snapshot(manifest["step"], tensors, {}, folder=folder, mapped=mapped)
+
+
+def _named(folder: Path, manifest: Mapping[str, Any], file: str) -> list[str]:
+    names = files_with(file, manifest["files"])
+    if not names and file in (MODEL, OPTIMIZER):
+        raise CheckpointError(f"{folder / MANIFEST}: is damaged: names no {file}")
+    return names
+
+
+def model_files(names: Mapping[str, Any]) -> list[str]:
+    """Those files of a manifest that hold the weights of the model, those of tables included."""
+    return sorted([*files_with(MODEL, names), *(n for n in names if n.startswith(TABLE))])
+
+
+def read_tensors(path: Path, is_mapped: bool = False) -> dict[str, Tensor]:
     """Read and verify one file of a checkpoint.
+
+    Args:
+        path: path of the file.
+        is_mapped: whether it was verified before, and tensors are to be read when looked at.
 
     Raises:
         CheckpointError: it, or the manifest, is missing or damaged.
     """
-    return _read_verified(path, read_manifest(path.parent))
+    files = read_manifest(path.parent)["files"]
+    if path.name not in files:
+        raise CheckpointError(f"{path.with_name(MANIFEST)}: is damaged: names no {path.name}")
+    if is_mapped:
+        return MappedFile(path, files[path.name], is_hashed=False).tensors
+    return read_verified(path, files[path.name])
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -248,62 +307,22 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return {"sha256": digest, **manifest}
 
 
-def newest_valid(root: Path) -> tuple[Snapshot | None, Path | None, list[str]]:
-    """The newest checkpoint that verifies, its folder, and why newer ones were passed over."""
+def newest_valid(
+    root: Path, is_mapped: bool = False
+) -> tuple[Snapshot | None, Path | None, list[str]]:
+    """The newest checkpoint that verifies, its folder, and why newer ones were passed over.
+
+    Args:
+        root: folder of all checkpoints.
+        is_mapped: see `read`.
+    """
     skipped = missing(root, "latest")
     for folder in folders(root):
         try:
-            return read(folder), folder, skipped
+            return read(folder, is_mapped), folder, skipped
         except CheckpointError as error:
             skipped.append(str(error))
     return None, None, skipped + missing(root, "best")
-
-
-def write_tensors(path: Path, tensors: Tensors) -> dict[str, Any]:
-    """Write a file, and return when it is on disk.
-
-    Returns:
-        Its entry in a manifest: SHA-256 in hexadecimal, and size in bytes.
-
-    Raises:
-        KeyError: a dtype that the format lacks.
-        OSError: the disk is full, read-only, or gone.
-    """
-
-    def chunks() -> Iterator[Any]:
-        yield _header(tensors.kinds)
-        for tensor in tensors.content:
-            plain = tensor.detach().cpu().contiguous()
-            yield memory_of(plain)
-
-    return _write_file(path, chunks())
-
-
-def _write_file(path: Path, chunks: Iterable[Any]) -> dict[str, Any]:
-    sha, num_bytes = hashlib.sha256(), 0
-    with path.open("wb") as file:
-        for chunk in chunks:
-            view = memoryview(chunk).cast("B")
-            file.write(view)
-            sha.update(view)
-            num_bytes += len(view)
-        file.flush()
-        # Before the folder is renamed: a machine that stops in between must not leave a folder
-        # under its final name whose files have no content yet.
-        os.fsync(file.fileno())
-    return {"sha256": sha.hexdigest(), "bytes": num_bytes}
-
-
-def _header(kinds: Mapping[str, Kind]) -> bytes:
-    header, first = {}, 0
-    for name, kind in kinds.items():
-        last = first + kind.num_bytes
-        place = {"shape": list(kind.shape), "data_offsets": [first, last]}
-        header[name] = {"dtype": _NAMES[kind.dtype], **place}
-        first = last
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
 
 
 @dataclass
@@ -333,8 +352,8 @@ def _holds(final: Path, body: Mapping[str, Any]) -> bool:
         return False
     try:
         there = read_manifest(final)
-        for name in there["files"]:
-            _read_verified(final / name, there)
+        for name, expected in there["files"].items():
+            verify(final / name, expected)
     except CheckpointError:
         return False
     mine, theirs = (
@@ -360,33 +379,6 @@ def _rename_over(temporary: Path, final: Path) -> None:
         aside.rename(final)
         raise
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _read_verified(path: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
-    expected = manifest["files"].get(path.name)
-    if expected is None:
-        raise CheckpointError(f"{path.with_name(MANIFEST)}: is damaged: names no {path.name}")
-    try:
-        with open_to_read(path) as file:
-            # Before reading it: a file of the wrong size may not fit into memory.
-            size = os.fstat(file.fileno()).st_size
-            if size != expected["bytes"]:
-                raise CheckpointError(
-                    f"{path}: is damaged: holds {size} bytes, must hold {expected['bytes']}"
-                )
-            data = file.read()
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    except MemoryError:
-        raise CheckpointError(f"{path}: its {size:,} bytes do not fit into memory") from None
-    if hashlib.sha256(data).hexdigest() != expected["sha256"]:
-        raise CheckpointError(f"{path}: is damaged: its SHA-256 does not match the manifest")
-    try:
-        # From the bytes that were verified: the file may have been replaced since.
-        return safetensors.torch.load(data)
-    except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:
-        # The format's own checks are SafetensorErrors; a dtype that torch lacks is a KeyError.
-        raise CheckpointError(f"{path}: is damaged: {error}") from None
 
 
 def _json_digest(body: Mapping[str, Any]) -> str:

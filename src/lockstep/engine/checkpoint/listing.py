@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from lockstep.config.files import read_text, replacing
@@ -22,6 +22,7 @@ IDENTITY = "run.json"
 """The file that says what run it is."""
 MANIFEST = "manifest.json"
 """The file of a checkpoint that is written last, with the SHA-256 of the others."""
+SUFFIX = ".safetensors"
 _FOLDER = re.compile(r"step_([0-9]{8,20})")
 
 
@@ -55,6 +56,21 @@ def folders(root: Path) -> list[Path]:
         return []
     found = [p for p in root.iterdir() if _FOLDER.fullmatch(p.name) and p.is_dir()]
     return sorted(found, key=step_of, reverse=True)
+
+
+def files_with(file: str, names: Iterable[str]) -> list[str]:
+    """Those files, of a checkpoint's, that hold what `file` could; none if some are missing."""
+    there = set(names)
+    if file in there:
+        return [file]
+    form = re.compile(re.escape(file.removesuffix(SUFFIX)) + r"-\d{5}-of-(\d{5})" + SUFFIX)
+    counts = {int(match[1]) for match in map(form.fullmatch, there) if match}
+    for count in counts:
+        stem = file.removesuffix(SUFFIX)
+        found = [f"{stem}-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)]
+        if len(counts) == 1 and there.issuperset(found):
+            return found
+    return []
 
 
 def set_aside(root: Path, newer_than: Path) -> None:

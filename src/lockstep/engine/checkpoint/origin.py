@@ -138,8 +138,12 @@ def settled(config: Config, run_dir: Path | None = None) -> Config:
         return config.model_copy(update={"weights_from": known})
     # Resolved once, for all ranks and for a resume: `best` may soon be another checkpoint.
     folder = _folder(Path(start.path)).resolve()
-    manifest = checkpoint.read_manifest(folder)
-    found = {"path": str(folder), "step": manifest["step"], "sha256": _digest(manifest)}
+    found: dict[str, Any] = {"path": str(folder)}
+    if _is_of_torch(folder):
+        found |= {"step": None, "sha256": _dcp().digest(folder)}
+    else:
+        manifest = checkpoint.read_manifest(folder)
+        found |= {"step": manifest["step"], "sha256": _digest(manifest)}
     return config.model_copy(update={"weights_from": start.model_copy(update=found)})
 
 
@@ -185,13 +189,16 @@ def asked_items(path: Path, only: Sequence[str], run_dir: Path | None = None) ->
     return items(settled(TrainConfig(weights_from=start), run_dir).weights_from)
 
 
-def weights(start: WeightsConfig, model: nn.Module, own: Collection[str]) -> dict[str, Tensor]:
-    """The tensors that a model is to start with, by name, read from disk.
+def weights(
+    start: WeightsConfig, model: nn.Module, own: Collection[str], is_known: bool = False
+) -> checkpoint.Snapshot:
+    """The tensors that a model is to start with, by name, mapped into memory.
 
     Args:
         start: which weights.
         model: the model, as the task has built it.
         own: names of buffers that keep their values.
+        is_known: whether another rank has verified the files.
 
     Raises:
         CheckpointError: they do not exist, are damaged, have changed since the run was started, or
@@ -200,13 +207,16 @@ def weights(start: WeightsConfig, model: nn.Module, own: Collection[str]) -> dic
     folder = Path(start.path)
     where = f"weights_from.path={shown(start.path)[1:-1]}"
     # The other run may have gone on, and replaced this checkpoint.
-    digest = _digest(checkpoint.read_manifest(folder))
+    is_of_torch = _is_of_torch(folder)
+    if not is_of_torch:
+        digest = _digest(checkpoint.read_manifest(folder))
+    else:
+        digest = start.sha256 if is_known else _dcp().digest(folder)
     if digest != start.sha256:
         raise CheckpointError(
             f"{where}: holds other weights now than those that this run is to start from (SHA-256 "
             f"{digest[:16]}…, not {start.sha256[:16]}…); put them back, or start a new run"
         )
-    there = checkpoint.read_tensors(folder / checkpoint.MODEL)
     if tables_of(model):
         raise ConfigError(
             f"{where}: the model has tables (SparseEmbedding), whose rows lie elsewhere, and a run "
@@ -214,8 +224,15 @@ def weights(start: WeightsConfig, model: nn.Module, own: Collection[str]) -> dic
         )
     # Buffers set from the data belong to this run's data, not to the other run's.
     here = {name: tensor for name, tensor in model.state_dict().items() if name not in own}
-    there = {name: tensor for name, tensor in there.items() if name not in own}
-    return _chosen(there, here, start.only, where)
+    if is_of_torch:
+        stored = _dcp().Folder(folder)
+        stored.take(here)
+        stored.likes = _chosen(stored.likes, here, start.only, where)
+        return checkpoint.Snapshot(0, stored, {})
+    snapshot = checkpoint.read_model(folder, is_known)
+    there = {name: tensor for name, tensor in snapshot.model.items() if name not in own}
+    snapshot.model = _chosen(there, here, start.only, where)
+    return snapshot
 
 
 def _chosen(
@@ -266,10 +283,11 @@ def _folder(path: Path) -> Path:
     """The folder of the checkpoint that a path means: itself, or a checkpoint of a run.
 
     `RUN` is the best checkpoint of a run, or its latest where there was no evaluation;
-    `RUN/best`, `RUN/latest` and `RUN/500` name one.
+    `RUN/best`, `RUN/latest` and `RUN/500` name one. A folder of torch.distributed.checkpoint is
+    itself.
     """
     try:
-        if (path / checkpoint.MODEL).exists():
+        if (path / listing.MANIFEST).exists() or _is_of_torch(path):
             return path
         run, which = path, ""
         if not (path / "checkpoints").is_dir():
@@ -298,10 +316,19 @@ def _folder(path: Path) -> Path:
     return folder
 
 
+def _is_of_torch(folder: Path) -> bool:
+    return (folder / ".metadata").exists()
+
+
+def _dcp() -> Any:
+    """The module for folders of torch.distributed.checkpoint, which takes a while to import."""
+    from lockstep.engine.checkpoint import dcp
+
+    return dcp
+
+
 def _digest(manifest: Mapping[str, Any]) -> str:
     """SHA-256 of the weights in a checkpoint: of the digests of their files."""
     files: Mapping[str, Mapping[str, Any]] = manifest["files"]
-    named = [n for n in sorted(files) if n == checkpoint.MODEL or n.startswith(checkpoint.TABLE)]
-    return hashlib.sha256(
-        "".join(f"{n} {files[n]['sha256']}\n" for n in named).encode()
-    ).hexdigest()
+    named = [f"{n} {files[n]['sha256']}\n" for n in checkpoint.model_files(files)]
+    return hashlib.sha256("".join(named).encode()).hexdigest()

@@ -6,14 +6,20 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
+
+from lockstep.comm.transport import Transport
 from lockstep.config import CheckpointConfig
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
-from lockstep.engine.checkpoint.format import Snapshot, Tensors
+from lockstep.engine.checkpoint.format import Snapshot
+from lockstep.engine.checkpoint.share import Files, GivenUp, OwnShare, exhaust, meet, on_host
+from lockstep.engine.checkpoint.tensor_files import Tensors
 from lockstep.engine.events import Checkpointed, Emit, Warned
 from lockstep.engine.faults import At, nothing
 from lockstep.engine.runtime import Heartbeat
@@ -24,7 +30,7 @@ SLOW_S = 60.0
 
 
 class AsyncWriter:
-    """Writes snapshots in a thread, one at a time, on rank 0.
+    """Writes snapshots in a thread, one at a time: rank 0 alone, or each rank its share.
 
     Its events are emitted by the training thread, in `poll`.
 
@@ -55,13 +61,15 @@ class AsyncWriter:
         self._thread: threading.Thread | None = None
         self._done: Checkpointed | None = None
         self._error: tuple[int, Exception] | None = None
+        self._share: OwnShare | None = None
 
     def save(
         self,
         make: Callable[[], Snapshot],
         best: bool,
         started: float,
-        streamed: Mapping[str, Tensors] | None = None,
+        share: OwnShare | None = None,
+        files: Mapping[str, Tensors | bytes] | None = None,
     ) -> None:
         """Write a checkpoint.
 
@@ -70,22 +78,101 @@ class AsyncWriter:
                 must not change.
             best: whether the checkpoint is to be kept as the best.
             started: time at which training began to wait for it (`perf_counter`).
-            streamed: files whose tensors are gathered while they are written. Other ranks take
-                part in that, so it is done before this returns.
+            share: what several ranks write of it, if they do.
+            files: content of this rank's share by name; None if all ranks have written theirs, and
+                the checkpoint is to be complete before this returns.
         """
         # One at a time: two snapshots would take the memory of two models beside the one in use.
         self.wait()
-        if streamed is not None:
-            # In this thread: collectives of a background thread could overtake those of the step.
+        self._share = share
+        if share is not None and files is None:
             with self._heartbeat.on_disk():
-                self._write(make, best, started, streamed)
+                self._write(make, best, started, share)
             self.poll()
             return
-        arguments = (make, best, started)
-        self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoints")
+
+        def work() -> None:
+            if share is not None and files is not None:
+                share.write(files)
+            self._write(make, best, started, share)
+
+        self._start(work)
+
+    def save_together(
+        self,
+        transport: Transport,
+        make: Callable[[], Snapshot] | None,
+        files: Files,
+        device: torch.device,
+        step: int,
+        best: bool,
+        started: float,
+        in_background: bool,
+    ) -> bool:
+        """Write a checkpoint of which several ranks have some; a collective.
+
+        Args:
+            transport: the group of ranks.
+            make: makes the snapshot of all that is not in `files`, on rank 0; None on others, and
+                if there is to be no checkpoint.
+            files: the files whose tensors are on several ranks.
+            device: device of these.
+            step: committed steps.
+            best: whether the checkpoint is to be kept as the best.
+            started: time at which training began to wait for it.
+            in_background: whether the memory for copies may be used, if the config says so.
+
+        Returns:
+            Whether several ranks write in the background.
+        """
+        # First, since the end of one removes the unfinished folders of all others.
+        self.wait()
+        share = meet(transport, lambda: make and self._begun(step), files, self._config.file_bytes)
+        if share is None:
+            return False
+        own, stream = share.gathered(transport, device)
+        at = partial(self._at, "checkpoint", step)
+        if in_background and self._config.background:
+            own = on_host(own)
+            exhaust(stream)
+            if make is not None:
+                self.save(make, best, started, share, own)
+            elif own:
+                self._start(lambda: share.write(own, at))
+            return len(share.writers) > 1
+        # In this thread: collectives of a background thread could overtake those of the step.
+        with self._heartbeat.on_disk():
+            if own:
+                share.write(own, at)
+            exhaust(stream)  # on the other ranks, and here if the disk has failed
+        transport.gather_json(0)
+        if make is not None:
+            self.save(make, best, started, share)
+        return False
+
+    def _begun(self, step: int) -> Path | None:
+        """The new folder of a checkpoint; None if it cannot be made."""
+        try:
+            return checkpoint.begin(self._root, step)
+        except OSError as error:
+            self._error = (step, error)
+            return None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether something is being written in the background."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def _start(self, work: Callable[[], None]) -> None:
+        self._thread = threading.Thread(target=work, name="checkpoints")
         self._thread.start()
         if not self._config.background:
             self.wait()
+
+    def give_up(self) -> None:
+        """Wait no longer for other ranks to write their share: some are lost."""
+        if self._share is not None:
+            self._share.give_up()
 
     def poll(self) -> None:
         """Emit what has happened since the last call.
@@ -144,7 +231,7 @@ class AsyncWriter:
         make: Callable[[], Snapshot],
         best: bool,
         started: float,
-        streamed: Mapping[str, Tensors] | None = None,
+        share: OwnShare | None,
     ) -> None:
         stall_s = perf_counter() - started
         begun = perf_counter()
@@ -153,12 +240,18 @@ class AsyncWriter:
             snapshot = make()
             self._step = step = snapshot.step
             folder, size = checkpoint.write(
-                self._root, snapshot, lambda: self._at("checkpoint", step), streamed
+                self._root,
+                snapshot,
+                lambda: self._at("checkpoint", step),
+                share,
+                self._config.file_bytes,
             )
             if best:
                 listing.write_hint(self._root, "best", folder.name)
             # After the hint, which protects the best checkpoint from being deleted.
             prune(self._root, self._config.keep, self._config.keep_every_s)
+        except GivenUp:
+            return
         except Exception as error:  # in a thread it would be printed and lost
             self._error = (step, error)
             return

@@ -323,13 +323,13 @@ class FlatOptimizer:
                 "its groups or its attributes"
             )
 
-    def state_of(self, segment: int, key: str) -> list[tuple[Range, Tensor]]:
-        """A key of an element-wise optimizer's state, of what is stepped here of a segment."""
-        return [
-            (part.range, value)
-            for part, name, value in self._keepers.states(self._stepped)
-            if part.segment == segment and name == key
-        ]
+    def by_segment(self) -> dict[tuple[int, str], list[tuple[Range, Tensor]]]:
+        """Tensors of an element-wise optimizer's state of what is stepped here: by segment, key."""
+        found: dict[tuple[int, str], list[tuple[Range, Tensor]]] = {}
+        for part, name, value in self._keepers.states(self._stepped):
+            if isinstance(value, Tensor) and value.dim() > 0:
+                found.setdefault((part.segment, name), []).append((part.range, value))
+        return found
 
     def state(self, tensors: bool = True) -> OptimizerState:
         """Copies of all state; flats are zero where not owned.
@@ -393,6 +393,5 @@ class FlatOptimizer:
             group = self._optimizer.param_groups[part.group]
             return from_json(value, home_of(key, group, part.tensor.device))
         if self.elementwise:
-            first, last = part.range
-            return state.flats[name][part.segment][first:last].clone()
+            return state.elements(name, part.segment, part.range)
         return state.tensors[f"{name}/{part.owner}"].to(part.tensor.device, copy=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor, optim
 
 from lockstep.engine.audit.reachable import fingerprints
 from lockstep.errors import CheckpointError, TaskError, shared
+from lockstep.parallel.layout import Range
 
 Scalars = dict[str, dict[str, Any]]
 """By owner (a parameter, or the number of an element-wise optimizer's group), then by key: a JSON
@@ -45,12 +46,20 @@ class OptimizerState(NamedTuple):
         tensors: tensors of any other, by "key/parameter".
         scalars: state of parameters that is no tensor, and the keys of their tensors, by name.
         shared: state that belongs to no single parameter, as JSON, by the optimizer's path.
+        read: makes a tensor of the elements of a key in a segment, where `flats` have keys only.
     """
 
     flats: dict[str, list[Tensor]]
     tensors: dict[str, Tensor]
     scalars: Scalars
     shared: dict[str, Any]
+    read: Callable[[str, int, Range], Tensor] | None = None
+
+    def elements(self, key: str, segment: int, elements: Range) -> Tensor:
+        """A new tensor with elements of a key in a segment."""
+        if self.read is not None:
+            return self.read(key, segment, elements)
+        return self.flats[key][segment][elements.slice].clone()
 
     def kept_for(self, owner: str) -> dict[str, Any]:
         """An owner's scalars, and which tensors it has: all, if the state does not say."""

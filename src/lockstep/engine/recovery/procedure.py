@@ -20,11 +20,11 @@ from lockstep.engine.recovery.leader import (
     Lead,
     Origin,
     Owned,
+    collect,
     find_lead,
     find_origin,
     refuse_foreign_ranks,
 )
-from lockstep.engine.recovery.sharded_state import collect
 from lockstep.engine.run.microbatches import Microbatches
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.run.reporter import Reporter
@@ -68,6 +68,7 @@ class Recovery:
         self._has_released = False
         # Whether it has begun to restore the newest checkpoint: then its newer state is gone.
         self._is_restoring = False
+        self._is_save_lost = False
 
     def run(self) -> None:
         """Regroup, agree on the last committed step, and be ready to do the next one again.
@@ -105,7 +106,8 @@ class Recovery:
         self._owned = self._owned_now()
         self.is_new = self._has_released = self._is_restoring = False
         self._checkpointer.forget()
-        if origin.former[0] != 0:  # the former rank 0 may have died while it wrote a checkpoint
+        # The former rank 0, or one with a share, may have died while it wrote a checkpoint.
+        if origin.former[0] != 0 or self._is_save_lost:
             self._state.is_save_overdue = True
         # Reported last, so that the time covers all that the loss has cost.
         seconds = perf_counter() - started
@@ -131,6 +133,7 @@ class Recovery:
         # Rank 0 may be another process now. It needs the lock and the log files before any event
         # is emitted.
         on_first(self._transport, self._runtime.take_over)
+        self._is_save_lost = self._checkpointer.regroup()
         self._runtime.at("catch_up", step)
         origin = find_origin(self._transport, former, self._owned, row, self._parts.facts)
         refuse_foreign_ranks(self._runtime, origin, step)

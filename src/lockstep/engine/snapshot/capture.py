@@ -1,40 +1,252 @@
-"""Taking a snapshot of a training state in use, also where no rank has all of it.
-
-With gradients or parameters in slices a rank may lack the memory for whole ones. So a checkpoint is
-written while its tensors are gathered, those of a block at a time.
-"""
+"""Taking a snapshot of a training state, also of one on several ranks, and loading part of one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lockstep.engine.carry import CarryByNumber, named_tensors
-from lockstep.engine.checkpoint.format import Kind, Snapshot, Tensors
-from lockstep.engine.digests import combined_digest, model_digest, tensor_digest, tensors_digest
+from lockstep.engine.checkpoint.format import Snapshot
+from lockstep.engine.checkpoint.share import Scattered, gathered
+from lockstep.engine.checkpoint.tensor_files import Kind
+from lockstep.engine.digests import combined_digest, model_digest, tensor_digest
+from lockstep.engine.flat_tensors import Entry
 from lockstep.engine.optimizer.optimizer_state import OptimizerState
-from lockstep.engine.placement import Placement
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.step.train_step import TrainStep
-from lockstep.nn.cutting import every_tensor, held_tensors, joined_by_name, shards_of, units_of
-from lockstep.nn.holding import Unit
-from lockstep.nn.row import Pipeline, row_of
-from lockstep.parallel.exchange import gather_slices
+from lockstep.nn.cutting import (
+    Shard,
+    every_tensor,
+    found,
+    held_tensors,
+    joined_by_name,
+    load_held,
+    shards_of,
+    units_of,
+)
+from lockstep.nn.holding import EVERYWHERE, Unit
+from lockstep.nn.row import row_of
+from lockstep.parallel.layout import Range, split
 
 
-class WholeTensors(NamedTuple):
-    """Copies in host memory.
+class _Piece(NamedTuple):
+    """Elements of a tensor, by its name in the cut model, that a rank sends."""
 
-    Attributes:
-        model: parameters and persistent buffers by name.
-        optimizer: tensors of an element-wise optimizer's state by "key/parameter".
+    name: str
+    elements: Range
+    rank: int
+
+
+class _OfState(Scattered):
+    """A tensor of the model or of the optimizer's state.
+
+    It may be cut into shards, and each of these be in slices.
     """
 
-    model: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
+    def __init__(
+        self,
+        state: ScatteredState,
+        key: str,
+        kind: Kind,
+        shards: Sequence[Shard | None],
+        pieces: Sequence[Sequence[_Piece]],
+    ) -> None:
+        """Describe it.
+
+        Args:
+            state: the state that it is of.
+            key: key of the optimizer's state; empty for a tensor of the model.
+            kind: dtype and shape.
+            shards: its shards in order; a single None if it is not cut.
+            pieces: of each shard, all elements.
+        """
+        counts = Counter[int]()
+        for piece in (piece for of_shard in pieces for piece in of_shard):
+            counts[piece.rank] += len(piece.elements)
+        assert sum(counts.values()) == kind.shape.numel(), "each element is sent once"
+        super().__init__(kind, counts)
+        self._state, self._key, self._shards, self._pieces = state, key, shards, pieces
+
+    def own(self) -> Tensor:
+        mine = [p for of in self._pieces for p in of if p.rank == self._state.rank]
+        return torch.cat([self._state.elements(self._key, p.name, p.elements) for p in mine])
+
+    def whole(self, parts: Mapping[int, Tensor]) -> Tensor:
+        if len(parts) == 1 and self._shards == [None]:
+            return next(iter(parts.values())).view(self.kind.shape)
+        device = next((part.device for part in parts.values()), None)
+        whole = torch.empty(self.kind.shape, dtype=self.kind.dtype, device=device)
+        starts = Counter[int]()
+        for shard, pieces in zip(self._shards, self._pieces, strict=True):
+            place, flat = whole, whole.view(-1)
+            if shard is not None:
+                own = split(shard.shape[shard.dim], shard.of)[shard.number]
+                place = whole.narrow(shard.dim, own.first, len(own))
+                flat = place.new_empty(place.numel())
+            for piece in pieces:
+                start, count = starts[piece.rank], len(piece.elements)
+                flat[piece.elements.slice] = parts[piece.rank][start : start + count]
+                starts[piece.rank] += count
+            if shard is not None:
+                place.copy_(flat.view(place.shape))
+        return whole
+
+
+class ScatteredState:
+    """Parameters, persistent buffers and optimizer state of all ranks.
+
+    Attributes:
+        model: tensors of the model's `state_dict`, by name.
+        optimizer: tensors of an element-wise optimizer's state, by "key/parameter".
+        rank: number of this rank.
+    """
+
+    def __init__(self, train_step: TrainStep, keys: Sequence[str] = ()) -> None:
+        """Find out who has what; a collective.
+
+        Args:
+            train_step: training step with the model and the optimizer.
+            keys: keys of the optimizer's state that are tensors, of all ranks.
+        """
+        self._train_step, self._flat = train_step, train_step.flat
+        self.rank = train_step.placement.world.rank
+        self._entries = {entry.name: entry for entry in self._flat.entries}
+        self._tensors = every_tensor(train_step.model)
+        self._flat_names = _names_in_flat(train_step, self._tensors)
+        self._states = train_step.flat_optimizer.by_segment() if keys else {}
+        pieces: dict[str, list[_Piece]] = {}
+        for rank, own in enumerate(train_step.placement.world.gather_json(self._own())):
+            for name, first, last in own:
+                pieces.setdefault(name, []).append(_Piece(name, Range(first, last), rank))
+        self._pieces = {
+            name: sorted(of_name, key=lambda piece: piece.elements.first)
+            for name, of_name in pieces.items()
+        }
+        shards = shards_of(train_step.model)
+        names = {name: self._flat_names.get(name, name) for name in self._tensors}
+        self.model = self._described("", self._tensors, names, shards)
+        self.optimizer: dict[str, Scattered] = {}
+        trained = self._flat.everyone
+        for key in keys:
+            same = dict(zip(trained, trained, strict=True))
+            of_key = self._described(key, trained, same, self._flat.shards)
+            self.optimizer |= {f"{key}/{name}": tensor for name, tensor in of_key.items()}
+
+    def _own(self) -> list[tuple[str, int, int]]:
+        """What this rank sends of each tensor: the first element, and the one after the last."""
+        placement, flat = self._train_step.placement, self._flat
+        stepped = self._train_step.workspace.stepped
+        own: list[tuple[str, int, int]] = []
+        for number, entry in enumerate(flat.entries):
+            if not self._is_mine(flat.units.get(entry.name, EVERYWHERE)):
+                continue
+            if self._train_step.sharded:
+                mine = entry.range.common(stepped[entry.segment][0].range)
+                if len(mine):
+                    own.append((entry.name, mine.first - entry.offset, mine.last - entry.offset))
+            elif number % placement.data.size == placement.data.rank:
+                own.append((entry.name, 0, entry.shape.numel()))
+        units = units_of(self._train_step.model)
+        for name, tensor in self._tensors.items():
+            if name in self._flat_names:
+                continue
+            is_first = self.rank == 0
+            if name in units:
+                is_first = self._is_mine(units[name]) and placement.data.rank == 0
+            if is_first:
+                own.append((name, 0, tensor.numel()))
+        return own
+
+    def _is_mine(self, unit: Unit) -> bool:
+        """Whether ranks of this one's column send a unit."""
+        placement = self._train_step.placement
+        return placement.owner_column(unit) == placement.column
+
+    def _described(
+        self,
+        key: str,
+        likes: Mapping[str, Tensor],
+        names: Mapping[str, str],
+        shards: Mapping[str, Shard],
+    ) -> dict[str, Scattered]:
+        """Whole tensors by name.
+
+        Args:
+            key: key of the optimizer's state; empty for the model.
+            likes: tensors by their names in the cut model, of these dtypes and shapes.
+            names: by which name `_pieces` has each of them.
+            shards: what each tensor in shards is a part of.
+        """
+        by_whole: dict[str, list[str]] = {}
+        for name in likes:
+            by_whole.setdefault(shards[name].whole if name in shards else name, []).append(name)
+        found: dict[str, Scattered] = {}
+        for whole, parts in by_whole.items():
+            cut = [shards.get(name) for name in parts]
+            order = sorted(range(len(parts)), key=lambda i: s.number if (s := cut[i]) else 0)
+            first, like = cut[0], likes[parts[0]]
+            kind = Kind(like.dtype, like.shape if first is None else first.shape)
+            pieces = [self._pieces.get(names[parts[i]], []) for i in order]
+            found[whole] = _OfState(self, key, kind, [cut[i] for i in order], pieces)
+        return found
+
+    def elements(self, key: str, name: str, elements: Range) -> Tensor:
+        """Some elements that this rank has.
+
+        Args:
+            key: key of the optimizer's state; empty for the model.
+            name: name of a tensor in the cut model.
+            elements: which of its elements.
+        """
+        entry = self._entries.get(name)
+        if entry is None:
+            return self._tensors[name].detach().reshape(-1)[elements.slice]
+        place = Range(entry.offset + elements.first, entry.offset + elements.last)
+        if key:
+            return self._of_optimizer(key, entry, place)
+        own = self._train_step.workspace.stepped[entry.segment][0]
+        if self._train_step.placement.in_slices:
+            first = own.range.first
+            return own.parameters[place.first - first : place.last - first]
+        return self._flat.flats[entry.segment][place.slice]
+
+    def _of_optimizer(self, key: str, entry: Entry, place: Range) -> Tensor:
+        made = torch.zeros(
+            len(place),
+            dtype=self._flat.segments[entry.segment].dtype,
+            device=self._flat.flats[entry.segment].device,
+        )
+        for part, value in self._states.get((entry.segment, key), ()):
+            there = part.common(place)
+            if len(there):
+                made[there.first - place.first : there.last - place.first] = value[
+                    there.first - part.first : there.last - part.first
+                ]
+        return made
+
+
+def _names_in_flat(train_step: TrainStep, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The name in flat memory of each tensor of a model that is trained.
+
+    Args:
+        train_step: training step with the model.
+        tensors: its tensors by name in the cut model.
+    """
+    model, flat = train_step.model, train_step.flat
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    row = row_of(model)
+    originals = {n: tie.original for tie in row.ties for n in tie.names} if row else {}
+    shapes = {name: tensor.shape for name, tensor in flat.everyone.items()}
+    names = {}
+    for name, tensor in tensors.items():
+        trained = flat.names.get(id(parameters.get(originals.get(name, name))))
+        # A hook of a `state_dict` may give something else by the name of a parameter.
+        if trained is not None and tensor.shape == shapes[trained]:
+            names[name] = trained
+    return names
 
 
 def capture(
@@ -42,8 +254,7 @@ def capture(
     progress: Progress,
     meta: dict[str, Any],
     state: OptimizerState,
-    whole: WholeTensors | None = None,
-    carries: CarryByNumber | None = None,
+    is_scattered: bool = False,
 ) -> Callable[[], Snapshot]:
     """Copy the state in memory; the function that is returned makes a snapshot of the copies.
 
@@ -52,21 +263,15 @@ def capture(
         progress: position and history of the run.
         meta: further values for the manifest, JSON-able.
         state: state of the optimizer, already copied.
-        whole: tensors of model and optimizer, if other ranks own some of them. Without it, the
-            snapshot of a model in shards has what this rank owns.
-        carries: what all microbatches carry; None if they carry nothing.
+        is_scattered: whether the tensors of model and optimizer are saved in another way. If not,
+            the snapshot of a model in shards has what this rank owns.
     """
     task, values = train_step.task_state.capture()
-    if whole:
-        tensors = whole.model
-    else:
+    tensors: dict[str, Tensor] = {}
+    if not is_scattered:
         with train_step.flat_optimizer.evaluating():
             tensors = _copied(own_tensors(train_step))
     buffers = _copied(train_step.state.unsaved)
-    carry: dict[str, Tensor] = {}
-    if carries is not None:
-        carry, structures = named_tensors(carries)
-        meta = meta | {"carry": structures}
     meta = meta | {
         "progress": progress.state_dict(),
         "loss_scale": train_step.loss_scale.state_dict(),
@@ -78,16 +283,10 @@ def capture(
     step = progress.step  # the progress goes on while the snapshot is written
 
     def make() -> Snapshot:
-        optimizer = whole.optimizer if whole else _optimizer_tensors(train_step, state)
-        return Snapshot(step, tensors, optimizer, meta, buffers, task, carry)
+        optimizer = {} if is_scattered else _optimizer_tensors(train_step, state)
+        return Snapshot(step, tensors, optimizer, meta, buffers, task)
 
     return make
-
-
-def own_tensors(train_step: TrainStep) -> dict[str, Tensor]:
-    """Parameters and persistent buffers that this rank has; whole ones by their own names."""
-    placement, model = train_step.placement, train_step.model
-    return held_tensors(model, placement.own) if placement.is_split else dict(model.state_dict())
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -106,175 +305,101 @@ def _optimizer_tensors(train_step: TrainStep, state: OptimizerState) -> dict[str
 
 def whole_digest(train_step: TrainStep) -> str:
     """`model_digest` of the whole model; a collective of all ranks."""
-    buffers = train_step.state.unsaved
-    if train_step.is_streamed:
-        streamed = StreamedState(train_step, [])
-        named = zip(streamed.model.kinds, streamed.model.content, strict=True)
-        digests = {name: tensor_digest(name, tensor) for name, tensor in named}
-        streamed.drain()
-        return combined_digest(digests | {n: tensor_digest(n, t) for n, t in buffers.items()})
-    with train_step.parameters.whole():
-        if not train_step.placement.is_split:
-            return model_digest(train_step.model, buffers)
-        whole = whole_tensors(train_step, None)
-        digest = tensors_digest(whole.model | dict(buffers)) if whole else ""
-        return str(train_step.placement.world.gather_json(digest)[0])
+    placement, buffers = train_step.placement, train_step.state.unsaved
+    if not (placement.is_split or placement.in_slices):
+        return model_digest(train_step.model, buffers)
+    world, model = placement.world, ScatteredState(train_step).model
+    names = sorted(model)
+    wanted = [[model[name] for name in names[rank :: world.size]] for rank in range(world.size)]
+    tensors = gathered(world, wanted, train_step.flat.flats[0].device)
+    own = zip(names[world.rank :: world.size], tensors, strict=True)
+    digests = {name: tensor_digest(name, tensor) for name, tensor in own}
+    for theirs in world.gather_json({name: digest.hex() for name, digest in digests.items()}):
+        digests |= {name: bytes.fromhex(digest) for name, digest in theirs.items()}
+    return combined_digest(digests | {n: tensor_digest(n, t) for n, t in buffers.items()})
 
 
-def whole_tensors(train_step: TrainStep, state: OptimizerState | None) -> WholeTensors | None:
-    """All tensors of a model in shards or stages on rank 0, None on the others; a collective.
+def own_tensors(train_step: TrainStep) -> dict[str, Tensor]:
+    """Parameters and persistent buffers that this rank has; whole ones by their own names."""
+    placement, model = train_step.placement, train_step.model
+    return held_tensors(model, placement.own) if placement.is_split else dict(model.state_dict())
+
+
+def kept_model(train_step: TrainStep) -> Callable[[], None]:
+    """Copy this rank's part of the model; the function that is returned restores it."""
+    own = own_tensors(train_step)
+    memory = [*train_step.state.unsaved.values()]
+    if train_step.placement.in_slices:
+        memory += [own_slice.parameters for own_slice in train_step.workspace.every_slice]
+        trained = _names_in_flat(train_step, own)
+        memory += [tensor for name, tensor in own.items() if name not in trained]
+        own = {}
+    copies = [tensor.detach().clone() for tensor in memory]
+    tensors = {name: tensor.detach().clone() for name, tensor in own.items()}
+
+    def restore() -> None:
+        if tensors:
+            load_held(train_step.model, train_step.placement.own, tensors)
+        with torch.no_grad():
+            for tensor, before in zip(memory, copies, strict=True):
+                tensor.copy_(before)
+        train_step.state.mark()
+
+    return restore
+
+
+def load_own(train_step: TrainStep, snapshot: Snapshot) -> None:
+    """Load this rank's part of a model from a snapshot; what that lacks stays as it is.
 
     Args:
-        train_step: training step with this rank's part of the model.
-        state: this rank's part of the optimizer's state, if that is wanted too.
+        train_step: training step with the model.
+        snapshot: snapshot that fits.
     """
-    placement, model, flat = train_step.placement, train_step.model, train_step.flat
-    if placement.replica_number != 0:
-        return None
-    here = held_tensors(model, placement.own)
-    everyone = _gathered(placement, here, every_tensor(model), units_of(model))
-    tensors = dict(joined_by_name(everyone, shards_of(model)))
-    optimizer = {}
-    flats = state.flats if state else {}
-    # A rank that trains no parameter has no state of any.
-    for key in sorted({key for keys in placement.replica.gather_json(list(flats)) for key in keys}):
-        here = flat.named(flats[key]) if key in flats else {}
-        everyone = _gathered(placement, here, flat.everyone, flat.units)
-        for name, tensor in joined_by_name(everyone, flat.shards):
-            optimizer[f"{key}/{name}"] = tensor
-    return WholeTensors(tensors, optimizer) if placement.world.rank == 0 else None
+    placement, flat, model = train_step.placement, train_step.flat, train_step.model
+    shards = shards_of(model)
+
+    def find(name: str) -> Tensor | None:
+        snapshot.drop()
+        return found(snapshot.model, name, shards)
+
+    tensors = own_tensors(train_step)
+    if placement.in_slices:
+        for segment, of_segment in enumerate(train_step.workspace.stepped):
+            for elements, parameters, _ in of_segment:
+                flat.fill(parameters, segment, elements, find)
+        trained = _names_in_flat(train_step, tensors)
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                if name not in trained and (saved := find(name)) is not None:
+                    tensor.copy_(saved)
+    else:
+        whole = {n: t if (saved := find(n)) is None else saved for n, t in tensors.items()}
+        load_held(model, placement.own, whole)
+    for name, buffer in train_step.state.unsaved.items():
+        if name in snapshot.buffers:
+            buffer.copy_(snapshot.buffers[name])
+    snapshot.drop()
+    train_step.state.mark()
 
 
-def _gathered(
-    placement: Placement,
-    own: Mapping[str, Tensor],
-    likes: Mapping[str, Tensor],
-    units: Mapping[str, Unit],
-) -> dict[str, Tensor]:
-    """Tensors by name, on rank 0 those of all ranks of its replica, in host memory.
+def own_optimizer_state(
+    train_step: TrainStep, snapshot: Snapshot, meta: Mapping[str, Any]
+) -> OptimizerState:
+    """A snapshot's state of the optimizer, of which this rank reads its part when it loads it."""
+    flat, saved = train_step.flat, snapshot.optimizer
+    scalars, shared = meta["optimizer_scalars"], meta.get("optimizer_shared", {})
+    if not train_step.flat_optimizer.elementwise:
+        return OptimizerState({}, saved, scalars, shared)
 
-    Args:
-        placement: place of each rank on the mesh.
-        own: tensors that this rank has.
-        likes: all tensors; of those that this rank does not have, only the shapes count.
-        units: unit of each tensor that not every rank has.
-    """
-    gathered = _copied({name: tensor for name, tensor in own.items() if name not in units})
-    for name, like in likes.items():
-        if name not in units:
-            continue
-        tensor = own.get(name)
-        if tensor is None:
-            tensor = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        placement.replica.broadcast(flat, placement.owner_column(units[name]))
-        if placement.world.rank == 0:
-            gathered[name] = flat.view(tensor.dtype).view(tensor.shape).to("cpu", copy=True)
-    return gathered
+    def read(key: str, segment: int, elements: Range) -> Tensor:
+        def find(name: str) -> Tensor | None:
+            snapshot.drop()
+            return found(saved, name, flat.shards, f"{key}/")
 
-
-class StreamedState:
-    """Parameters, buffers and optimizer state of all ranks of a single column.
-
-    Each tensor is gathered when it is read. So every rank goes through all of them in the same
-    order: by reading `model` and then `optimizer`, or by `drain`.
-
-    Attributes:
-        model: tensors of the model's `state_dict`.
-        optimizer: tensors of an element-wise optimizer's state by "key/parameter".
-    """
-
-    def __init__(self, train_step: TrainStep, keys: list[str]) -> None:
-        """Plan the order of the tensors.
-
-        Args:
-            train_step: training step with the model and the optimizer.
-            keys: keys of the optimizer's state that are tensors, of all ranks.
-        """
-        self._train_step, self._model, self._keys = train_step, train_step.model, sorted(keys)
-        self._kinds = {n: Kind(t.dtype, t.shape) for n, t in self._model.state_dict().items()}
-        segments = train_step.flat.segments
-        # Those of the largest elements first, as in the files.
-        self._segments = sorted(range(len(segments)), key=lambda s: -segments[s].dtype.itemsize)
-        self._tensors = self._each()
-        self._blocks = self._blocks_of_names()
-        names = sorted(
-            self._kinds, key=lambda name: (-self._kinds[name].dtype.itemsize, self._blocks[name])
-        )
-        self.model = Tensors({name: self._kinds[name] for name in names}, self._next(len(names)))
-        kinds = {
-            f"{key}/{name}": kind
-            for segment in self._segments
-            for key in self._keys
-            for name, kind in self._kinds_of(segment).items()
-        }
-        self.optimizer = Tensors(kinds, self._next(len(kinds)))
-
-    def _blocks_of_names(self) -> dict[str, int]:
-        """The block of each tensor of the model, by name; -1 for those of none."""
-        row = row_of(self._model)
-        if row is None:
-            return dict.fromkeys(self._kinds, -1)
-        own = dict(self._model.named_buffers(recurse=False)) if isinstance(row, Pipeline) else {}
-        return {name: -1 if name in own else row.block_of(name) for name in self._kinds}
-
-    def drain(self) -> None:
-        """Take part in gathering the tensors that are left."""
-        for _ in self._tensors:
-            pass
-
-    def _next(self, count: int) -> Iterator[Tensor]:
-        return (tensor for _, tensor in zip(range(count), self._tensors, strict=False))
-
-    def _each(self) -> Iterator[Tensor]:
-        for size in sorted({kind.dtype.itemsize for kind in self._kinds.values()}, reverse=True):
-            yield from self._of_model(size)
-        for segment in self._segments:
-            for key in self._keys:
-                yield from self._of_optimizer(segment, key)
-
-    def _of_model(self, size: int) -> Iterator[Tensor]:
-        """Tensors of the model whose elements take `size` bytes, block by block."""
-        by_block: dict[int, list[str]] = {}
-        for name, kind in self._kinds.items():
-            if kind.dtype.itemsize == size:
-                by_block.setdefault(self._blocks[name], []).append(name)
-        row = row_of(self._model)
-        for block, names in sorted(by_block.items()):
-            with torch.no_grad():
-                if row is None or block < 0:
-                    state = self._model.state_dict()
-                    yield from (state[name] for name in names)
-                    continue
-                if row.storage is not None:
-                    row.storage.unshard(block)
-                state = row.state_of(block)
-                yield from (state[name] for name in names)
-                del state  # views would keep the block's memory from being freed
-                if row.storage is not None:
-                    row.storage.reshard(block)
-
-    def _of_optimizer(self, segment: int, key: str) -> Iterator[Tensor]:
-        """A key of the optimizer's state, of the parameters in a segment."""
-        train_step = self._train_step
-        flat, slices = train_step.flat, train_step.workspace.slices[segment]
-        dtype, numel = flat.segments[segment]
-        whole = torch.zeros(numel, dtype=dtype, device=flat.flats[0].device)
-        for (first, last), part in train_step.flat_optimizer.state_of(segment, key):
-            whole[first:last] = part
-        gather_slices(train_step.placement.storage, whole, slices)
-        views = {
-            e.name: whole[e.range.first : e.range.last].view(e.shape)
-            for e in flat.entries_of(segment)
-        }
-        yield from (tensor for _, tensor in joined_by_name(views, flat.shards))
-
-    def _kinds_of(self, segment: int) -> dict[str, Kind]:
-        """Names and kinds of the parameters of a segment, in the order of `_of_optimizer`."""
-        flat = self._train_step.flat
         dtype = flat.segments[segment].dtype
-        likes = {
-            e.name: torch.empty(e.shape, dtype=dtype, device="meta")
-            for e in flat.entries_of(segment)
-        }
-        return {n: Kind(dtype, t.shape) for n, t in joined_by_name(likes, flat.shards)}
+        made = torch.zeros(len(elements), dtype=dtype, device=flat.flats[segment].device)
+        flat.fill(made, segment, elements, find)
+        return made
+
+    keys = {name.partition("/")[0] for name in saved}
+    return OptimizerState({key: [] for key in keys}, {}, scalars, shared, read)

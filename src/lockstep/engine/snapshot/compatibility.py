@@ -1,4 +1,4 @@
-"""Whether a snapshot belongs to this model and this optimizer.
+"""Whether a snapshot belongs to this model and this optimizer; loading one that does.
 
 Torch's own optimizers have the same state from their first step on, so the state that one of them
 has can be found by stepping a small one.
@@ -18,7 +18,7 @@ from lockstep.engine.optimizer.choice import ELEMENTWISE
 from lockstep.engine.optimizer.optimizer_state import TENSOR, tensor_names, to_json
 from lockstep.engine.snapshot.resumable import SavedShared
 from lockstep.engine.step.train_step import TrainStep
-from lockstep.engine.tables.files import check_described
+from lockstep.engine.tables.files import check_described, load_whole
 from lockstep.engine.tables.run_tables import tables_of
 from lockstep.errors import CheckpointError
 
@@ -41,7 +41,7 @@ def check_fits(snapshot: Snapshot, model: nn.Module, where: str) -> None:
     for name in snapshot.buffers:
         if name not in buffers:
             raise CheckpointError(f"{where}: is of another model: this one has no {name}")
-    for name, there in (snapshot.model | snapshot.buffers).items():
+    for name, there in (dict(snapshot.model) | snapshot.buffers).items():
         here = own[name] if name in own else buffers[name]
         if (here.shape, here.dtype) != (there.shape, there.dtype):
             raise CheckpointError(
@@ -49,6 +49,22 @@ def check_fits(snapshot: Snapshot, model: nn.Module, where: str) -> None:
                 f"there, {here.dtype} {tuple(here.shape)} here"
             )
     check_described(tables_of(model), snapshot.meta.get("tables", {}), where)
+
+
+def load_model(snapshot: Snapshot, model: nn.Module) -> None:
+    """Load a snapshot that fits into a model, with all rows of its tables.
+
+    Raises:
+        CheckpointError: the rows of a table cannot be read.
+    """
+    model.load_state_dict(snapshot.model)
+    tables = tables_of(model)
+    if tables:
+        assert snapshot.folder is not None, "it was read from disk"
+        load_whole(tables, snapshot.folder, next(iter(model.parameters())).device)
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    for name, tensor in snapshot.buffers.items():
+        buffers[name].copy_(tensor)
 
 
 def check_optimizer_fits(snapshot: Snapshot, train_step: TrainStep, where: str) -> None:

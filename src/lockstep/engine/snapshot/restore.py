@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.comm.transport import Transport
 from lockstep.config import WeightsConfig
@@ -16,18 +16,23 @@ from lockstep.config.parsing import parse_int, shown
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing, origin
 from lockstep.engine.checkpoint.format import Snapshot
+from lockstep.engine.checkpoint.share import opened_everywhere
 from lockstep.engine.events import Warned
 from lockstep.engine.optimizer.optimizer_state import DTYPES, OptimizerState, dtype_name
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Runtime, everywhere, on_first
-from lockstep.engine.snapshot.capture import capture, own_tensors
+from lockstep.engine.snapshot.capture import (
+    capture,
+    kept_model,
+    load_own,
+    own_optimizer_state,
+    own_tensors,
+)
 from lockstep.engine.snapshot.compatibility import check_fits
 from lockstep.engine.snapshot.resumable import check_meta
 from lockstep.engine.step.train_step import TrainStep
-from lockstep.engine.tables.files import load_whole
-from lockstep.engine.tables.run_tables import tables_of
 from lockstep.engine.task import data_buffers
-from lockstep.errors import CheckpointError, ConfigError
+from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.nn.cutting import Shard, every_tensor, found, load_held, shards_of
 
 _MOST_STEPS = 8
@@ -83,22 +88,6 @@ def _there(root: Path) -> str:
     return f"choose one of {', '.join(reversed(steps[:_MOST_STEPS]))}{more}"
 
 
-def load_model(snapshot: Snapshot, model: nn.Module) -> None:
-    """Load a snapshot that fits into a model, with all rows of its tables.
-
-    Raises:
-        CheckpointError: the rows of a table cannot be read.
-    """
-    model.load_state_dict(snapshot.model)
-    tables = tables_of(model)
-    if tables:
-        assert snapshot.folder is not None, "it was read from disk"
-        load_whole(tables, snapshot.folder, next(iter(model.parameters())).device)
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    for name, tensor in snapshot.buffers.items():
-        buffers[name].copy_(tensor)
-
-
 def restore(
     snapshot: Snapshot | None,
     train_step: TrainStep,
@@ -134,11 +123,30 @@ def restore(
         _load(train_step, tensors, buffers)
     if with_optimizer:
         train_step.flat_optimizer.load_state(state)
+    _load_rest(train_step, task, meta)
+    return meta
+
+
+def restore_own(snapshot: Snapshot, train_step: TrainStep, meta: dict[str, Any]) -> None:
+    """Bring this rank into the state of a snapshot, of which it reads its part only.
+
+    Args:
+        snapshot: a snapshot that fits.
+        train_step: training step that gets the state.
+        meta: the snapshot's, as rank 0 has it.
+    """
+    load_own(train_step, snapshot)
+    state = own_optimizer_state(train_step, snapshot, meta)
+    train_step.flat_optimizer.load_state(state)
+    snapshot.drop()
+    _load_rest(train_step, snapshot.task, meta)
+
+
+def _load_rest(train_step: TrainStep, task: dict[str, Tensor], meta: dict[str, Any]) -> None:
     train_step.loss_scale.load_state_dict(meta["loss_scale"])
     if "learning_rates" in meta:  # earlier versions had no rates but those of the schedule
         train_step.rates.load_state_dict(meta["learning_rates"])
     _load_task(train_step, task, meta.get("task", {}))
-    return meta
 
 
 def copy_state(
@@ -170,25 +178,32 @@ def start_from(start: WeightsConfig, train_step: TrainStep, transport: Transport
         LockstepError: they do not exist or do not fit; on all ranks.
         GroupBroken: a rank has died.
     """
-    snapshot = Snapshot(0, {}, {})
-    model = train_step.model
+    model, own = train_step.model, data_buffers(train_step.task_state.task, train_step.model)
+    snapshot: Snapshot | None = None
 
     def read() -> None:
+        nonlocal snapshot
         if start.only and train_step.placement.is_split:
             raise ConfigError(
                 "weights_from.only: a model of which each rank has a part (mesh.tp, mesh.pp) "
                 "starts from all weights of another run or from none; leave it out, or set both "
                 "to 1"
             )
-        own = data_buffers(train_step.task_state.task, model)
-        snapshot.model = origin.weights(start, model, own)
+        snapshot = origin.weights(start, model, own)
 
-    with train_step.parameters.whole():
-        on_first(transport, read)
-        is_first = transport.rank == 0
-        tensors, _ = receive_model(snapshot if is_first else None, train_step, transport, 0)
-        transport.agree()
-        load_held(model, train_step.placement.own, tensors)
+    on_first(transport, read)
+    if transport.rank != 0:
+        with suppress(LockstepError):
+            snapshot = origin.weights(start, model, own, is_known=True)
+    is_everywhere = all(transport.gather_json(snapshot is not None))
+    if snapshot is not None and is_everywhere:
+        load_own(train_step, snapshot)
+    else:
+        with train_step.parameters.whole():
+            sent = snapshot if transport.rank == 0 else None
+            tensors, _ = receive_model(sent, train_step, transport, 0)
+            transport.agree()
+            load_held(model, train_step.placement.own, tensors)
     train_step.state.mark()
     train_step.watched.mark()
 
@@ -204,7 +219,7 @@ def temporary_state(
     rank: this takes no communication.
 
     Args:
-        root: folder of all checkpoints, read by rank 0 only.
+        root: folder of all checkpoints.
         step: step of the checkpoint.
         last_step: step of the model's own state.
         train_step: training step with the model and the task.
@@ -225,7 +240,7 @@ def temporary_state(
         nonlocal snapshot
         folder = root / listing.folder_name(step)
         try:
-            found = checkpoint.read(folder)
+            found = checkpoint.read(folder, is_mapped=True)
             check_fits(found, train_step.model, str(folder))
         except CheckpointError as error:
             return str(error)
@@ -238,21 +253,28 @@ def temporary_state(
         runtime.emit(Warned(step=last_step, message=message))
         yield last_step
         return
-    with train_step.parameters.whole():
-        tensors, buffers = receive_model(snapshot, train_step, transport, 0)
-        last_tensors = {n: t.detach().clone() for n, t in own_tensors(train_step).items()}
+    put_back = kept_model(train_step)
+    opened = opened_everywhere(transport, snapshot)
+    if opened is None:
+        with train_step.parameters.whole():
+            tensors, buffers = receive_model(snapshot, train_step, transport, 0)
     task = receive_named(snapshot.task if snapshot else {}, train_step, transport, 0)
     values = transport.gather_json(snapshot.meta.get("task", {}) if snapshot else {})[0]
-    last_buffers = {name: t.clone() for name, t in train_step.state.unsaved.items()}
     last_task = train_step.task_state.capture()
     tables, folder = train_step.tables, snapshot.folder if snapshot else None
+    if opened is not None:
+        folder = opened.folder
+    rows = tables.temporary(folder, opened is not None) if tables is not None else nullcontext()
     try:
-        with tables.temporary(folder) if tables is not None else nullcontext():
-            _load(train_step, tensors, buffers)
+        with rows:
+            if opened is not None:
+                load_own(train_step, opened)
+            else:
+                _load(train_step, tensors, buffers)
             everywhere(transport, lambda: _load_task(train_step, task, values))
             yield step
     finally:
-        _load(train_step, last_tensors, last_buffers)
+        put_back()
         _load_task(train_step, *last_task)
 
 
@@ -275,7 +297,7 @@ def receive_model(
     if _has_other_shards(train_step, transport):
         shards, everyone = shards_of(train_step.model), every_tensor(train_step.model)
     buffers = train_step.state.unsaved
-    sources = snapshot.model | snapshot.buffers if snapshot else {}
+    sources = dict(snapshot.model) | snapshot.buffers if snapshot else {}
     received = {}
     for name, here in (everyone | buffers).items():
         tensor = torch.empty_like(here, memory_format=torch.contiguous_format)

@@ -1,7 +1,7 @@
 """Tables in checkpoints: files with equal numbers of rows, in the order of the rows.
 
 The cuts depend on the table alone, so the files are the same on any number of ranks. Rows are sent
-to rank 0 while it writes them, and from it while it reads them: no rank needs memory for a table.
+to the rank that writes a file, and a rank reads its own ones: none needs memory for a table.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.transport import Transport
-from lockstep.engine.checkpoint.format import TABLE, Kind, Snapshot, Tensors, read_tensors
+from lockstep.engine.checkpoint.format import TABLE, Snapshot, read_tensors
+from lockstep.engine.checkpoint.share import Scattered
+from lockstep.engine.checkpoint.tensor_files import Kind
 from lockstep.engine.runtime import everywhere
-from lockstep.engine.tables.exchange import swap
 from lockstep.engine.tables.table import DistributedTable, Part, widths
 from lockstep.errors import CheckpointError
 from lockstep.nn.sparse_embedding import SparseEmbedding
@@ -88,70 +89,61 @@ def check_described(
                 )
 
 
-class StreamedTables:
-    """The files of tables, whose rows are gathered on rank 0 while it writes them.
+class _Rows(Scattered):
+    """A field of the rows in a file."""
 
-    Every rank goes through all of them in the same order: by reading `files`, or by `drain`.
+    def __init__(
+        self, transport: Transport, part: Part, name: str, rows: Range, width: int
+    ) -> None:
+        self._transport, self._part, self._name, self._width = transport, part, name, width
+        self._groups = torch.arange(rows.first // ROWS, -(-rows.last // ROWS))
+        self._owners = self._groups % transport.size
+        counts = torch.bincount(self._owners, minlength=transport.size).tolist()
+        kind = Kind(torch.float32, torch.Size((len(rows), width)))
+        super().__init__(kind, {by: n * ROWS * width for by, n in enumerate(counts) if n})
 
-    Attributes:
-        files: content by name.
-    """
+    def own(self) -> Tensor:
+        field = self._part.groups(self._name)
+        mine = self._groups[self._owners == self._transport.rank] // self._transport.size
+        return field[mine.to(field.device)].reshape(-1)
 
-    def __init__(self, transport: Transport, tables: list[DistributedTable]) -> None:
-        self._transport = transport
-        self._plan = [
-            (number, distributed, part, rows)
-            for number, distributed in enumerate(tables)
-            for part, rows in enumerate(cuts(distributed.module))
-        ]
-        self._tensors = self._each()
-        self.files = {
-            file_name(number, part): self._content(distributed, rows)
-            for number, distributed, part, rows in self._plan
-        }
-
-    def drain(self) -> None:
-        """Take part in gathering the rows that are left."""
-        for _ in self._tensors:
-            pass
-
-    def _content(self, distributed: DistributedTable, rows: Range) -> Tensors:
-        kinds = {
-            name: Kind(torch.float32, torch.Size((len(rows), width)))
-            for name, width in widths(distributed.module).items()
-        }
-        return Tensors(kinds, (next(self._tensors) for _ in kinds))
-
-    def _each(self) -> Iterator[Tensor]:
-        for _, distributed, _, rows in self._plan:
-            for name in widths(distributed.module):
-                yield self._gathered(distributed.parts[0], name, rows)
-
-    def _gathered(self, part: Part, name: str, rows: Range) -> Tensor:
-        """A field of some rows, on rank 0; empty on other ranks."""
-        rank, size = self._transport.rank, self._transport.size
-        groups = torch.arange(rows.first // ROWS, -(-rows.last // ROWS))
-        field = part.groups(name)
-        mine = groups[groups % size == rank] // size
-        counts = [int((groups % size == by).sum()) for by in range(size)]
-        received = counts if rank == 0 else [0] * size
-        sent = [len(mine), *[0] * (size - 1)]
-        came = swap(self._transport, field[mine.to(field.device)], sent, received)
-        if rank != 0:
-            return came.new_empty(0)
-        by_owner = torch.argsort(groups % size, stable=True)
+    def whole(self, parts: Mapping[int, Tensor]) -> Tensor:
+        came = torch.cat([parts[by].view(-1, ROWS, self._width) for by in sorted(parts)])
+        by_owner = torch.argsort(self._owners, stable=True)
         ordered = torch.empty_like(came)
         ordered[by_owner.to(came.device)] = came
-        return ordered.view(-1, field.shape[2])[: len(rows)]
+        return ordered.view(-1, self._width)[: self.kind.shape[0]]
 
 
-def read_fields(table: SparseEmbedding, path: Path, rows: Range) -> dict[str, Tensor]:
+def scattered_tables(
+    transport: Transport, tables: list[DistributedTable]
+) -> dict[str, dict[str, Scattered]]:
+    """The files of tables, each with its fields by name, whose rows are on all ranks."""
+    return {
+        file_name(number, part): {
+            name: _Rows(transport, distributed.parts[0], name, rows, width)
+            for name, width in widths(distributed.module).items()
+        }
+        for number, distributed in enumerate(tables)
+        for part, rows in enumerate(cuts(distributed.module))
+    }
+
+
+def read_fields(
+    table: SparseEmbedding, path: Path, rows: Range, is_mapped: bool = False
+) -> dict[str, Tensor]:
     """The fields of the rows in a file, which has been verified.
+
+    Args:
+        table: table of the rows.
+        path: path of the file.
+        rows: the rows.
+        is_mapped: whether to read only what is looked at.
 
     Raises:
         CheckpointError: it cannot be read, or holds something else.
     """
-    fields = read_tensors(path)
+    fields = read_tensors(path, is_mapped)
     wanted = {name: (len(rows), width) for name, width in widths(table).items()}
     there = {name: tuple(field.shape) for name, field in fields.items()}
     if there != wanted or any(field.dtype != torch.float32 for field in fields.values()):
@@ -175,13 +167,19 @@ def read_rows(snapshot: Snapshot) -> Iterator[tuple[str, int, str, Tensor]]:
             first += len(fields["weight"])
 
 
-def load_tables(transport: Transport, tables: list[DistributedTable], folder: Path | None) -> None:
+def load_tables(
+    transport: Transport,
+    tables: list[DistributedTable],
+    folder: Path | None,
+    is_everywhere: bool = False,
+) -> None:
     """Load the rows of a checkpoint into parts that are allocated; a collective.
 
     Args:
         transport: the group of ranks.
         tables: tables with parts.
-        folder: folder of the checkpoint on rank 0; None on other ranks.
+        folder: folder of the checkpoint; None on ranks that do not have it.
+        is_everywhere: whether all ranks have it; else rank 0 does, and sends them the rows.
 
     Raises:
         CheckpointError: a file cannot be read; on all ranks.
@@ -194,16 +192,19 @@ def load_tables(transport: Transport, tables: list[DistributedTable], folder: Pa
             def read(
                 path: Path | None = path, rows: Range = rows, table: SparseEmbedding = table
             ) -> dict[str, Tensor] | None:
-                return read_fields(table, path, rows) if path is not None else None
+                return read_fields(table, path, rows, is_everywhere) if path is not None else None
 
             with transport.observer.on_disk():
                 fields = everywhere(transport, read)
             for name, width in widths(table).items():
-                device = distributed.parts[0].fields[name].device
-                received = torch.empty(len(rows), width, device=device)
-                if fields is not None:
-                    received.copy_(fields[name])
-                transport.broadcast(received.view(-1), 0)
+                if is_everywhere and fields is not None:
+                    received = fields[name]
+                else:
+                    device = distributed.parts[0].fields[name].device
+                    received = torch.empty(len(rows), width, device=device)
+                    if fields is not None:
+                        received.copy_(fields[name])
+                    transport.broadcast(received.view(-1), 0)
                 for own in distributed.parts:
                     _take(own, name, received, rows)
 
@@ -212,8 +213,9 @@ def _take(part: Part, name: str, received: Tensor, rows: Range) -> None:
     """Copy those rows that belong to a part into it."""
     ids = torch.arange(rows.first, rows.last)
     mine = ids[part.layout.owner(ids) == part.owner]
-    device = received.device
-    part.fields[name][part.layout.local(mine).to(device)] = received[(mine - rows.first).to(device)]
+    field = part.fields[name]
+    taken = received[(mine - rows.first).to(received.device)]
+    field[part.layout.local(mine).to(field.device)] = taken.to(field.device)
 
 
 def load_whole(tables: Mapping[str, SparseEmbedding], folder: Path, device: torch.device) -> None:

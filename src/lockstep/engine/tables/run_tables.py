@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from lockstep.config import TrainConfig
 from lockstep.config.parsing import shown
+from lockstep.engine.checkpoint.share import Scattered
 from lockstep.engine.placement import Placement
 from lockstep.engine.runtime import Runtime, everywhere
 from lockstep.engine.step.memory import check_table_memory
 from lockstep.engine.tables.exchange import OwnedParts, redistribute
-from lockstep.engine.tables.files import StreamedTables, load_tables
+from lockstep.engine.tables.files import load_tables, scattered_tables
 from lockstep.engine.tables.table import DistributedTable, Part, check_row_optimizer, widths
 from lockstep.engine.task import Task, has_lookups
 from lockstep.errors import ConfigError, TaskError
@@ -200,15 +201,16 @@ class TableStorage:
             table.parts = parts
         return False
 
-    def streamed(self) -> StreamedTables:
-        """All rows, as files of a checkpoint."""
-        return StreamedTables(self._placement.world, self.each)
+    def scattered(self) -> dict[str, dict[str, Scattered]]:
+        """All rows, as files of a checkpoint, each with its fields by name."""
+        return scattered_tables(self._placement.world, self.each)
 
-    def load(self, folder: Path | None) -> None:
+    def load(self, folder: Path | None, is_everywhere: bool = False) -> None:
         """Load the rows of a checkpoint that fits; a collective.
 
         Args:
-            folder: folder of the checkpoint on rank 0; None on other ranks.
+            folder: folder of the checkpoint; None on ranks that do not have it.
+            is_everywhere: whether all ranks have it; else rank 0 does.
 
         Raises:
             CheckpointError: a file cannot be read; on all ranks.
@@ -219,14 +221,14 @@ class TableStorage:
                 Part.empty(table.module, self._layout(table), owner, self._runtime.device)
                 for owner in self._owners
             ]
-        load_tables(self._placement.world, self.each, folder)
+        load_tables(self._placement.world, self.each, folder, is_everywhere)
 
     @contextmanager
-    def temporary(self, folder: Path | None) -> Iterator[None]:
+    def temporary(self, folder: Path | None, is_everywhere: bool) -> Iterator[None]:
         """As `load`, within the block; the present rows are restored after it, not a collective."""
         own = [table.parts for table in self.each]
         try:
-            self.load(folder)
+            self.load(folder, is_everywhere)
             yield
         finally:
             for table, parts in zip(self.each, own, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -21,8 +21,8 @@ from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.digests import tensors_digest
 from lockstep.engine.passes.buffers import same_bits
-from lockstep.engine.snapshot.compatibility import check_fits
-from lockstep.engine.snapshot.restore import find_snapshot, load_model
+from lockstep.engine.snapshot.compatibility import check_fits, load_model
+from lockstep.engine.snapshot.restore import find_snapshot
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.step.model import build_model
 from lockstep.engine.tables.run_tables import tables_of
@@ -44,6 +44,8 @@ from lockstep.launching.targets import make_task, task_class, trusted_target
 T = TypeVar("T")
 
 WEIGHTS = "safetensors"
+
+FOLDER = "dcp"
 
 SUFFIXES = {WEIGHTS: ".safetensors", **{name: graph.suffix for name, graph in GRAPHS.items()}}
 """The suffix of each format's files."""
@@ -166,13 +168,14 @@ def export(
 ) -> Exported:
     """Write a run's model for programs without Lockstep, compared with what it was made from.
 
-    Formats are `safetensors` (parameters and buffers by name), `torch.export`, `torchscript` and
-    `onnx` (the computation too, for batches of any size). These need a few samples of the task's
-    data, to call the model with. The task's code is imported, as `load` does.
+    Formats are `safetensors` (parameters and buffers by name), `dcp` (the same as a folder of
+    `torch.distributed.checkpoint`), `torch.export`, `torchscript` and `onnx` (the computation too,
+    for batches of any size). These need a few samples of the task's data, to call the model with.
+    The task's code is imported, as `load` does.
 
     Args:
         run_dir: of the run.
-        path: path of the file; replaced as a whole if it is there.
+        path: path of the file, or of the folder; replaced as a whole if it is there.
         format: name of the format; by default, the one that the suffix of `path` says
             (`.safetensors`, `.pt2`, `.ts`, `.onnx`).
         which: `best`, `latest`, or a step's number.
@@ -187,6 +190,11 @@ def export(
     loaded = load(run_dir, which, task=task)
     model = loaded.model.requires_grad_(False)
     inputs, gap = "", 0.0
+    saved = file_errors(ConfigError, path, advice="choose another path")
+    if chosen == FOLDER:
+        with saved:
+            _made(path, chosen, lambda: _folder(loaded, path))
+        return Exported(path, chosen, inputs, gap, loaded.step)
     with kept_generators():
         if chosen == WEIGHTS:
             data = _made(path, chosen, lambda: _weights(loaded))
@@ -194,7 +202,6 @@ def export(
             example = find_example(loaded.task, model, loaded.config)
             inputs = example.described
             data, gap = _made(path, chosen, lambda: _graph(loaded, chosen, example))
-    saved = file_errors(ConfigError, path, advice="choose another path")
     with saved, replacing_binary(path) as file:
         file.write(data)
     return Exported(path, chosen, inputs, gap, loaded.step)
@@ -206,8 +213,9 @@ def choose_format(path: Path, format: str | None) -> str:
     Raises:
         ConfigError: there is no such format, or what it needs is not installed.
     """
-    if format is not None and format not in SUFFIXES:
-        raise ConfigError(f"format={shown(format)}: must be one of {', '.join(SUFFIXES)}")
+    known = (*SUFFIXES, FOLDER)
+    if format is not None and format not in known:
+        raise ConfigError(f"format={shown(format)}: must be one of {', '.join(known)}")
     chosen = format or next((n for n, suffix in SUFFIXES.items() if path.suffix == suffix), None)
     if chosen is None:
         raise ConfigError(
@@ -231,7 +239,7 @@ def _made(path: Path, chosen: str, make: Callable[[], T]) -> T:
     try:
         with silent(), torch.no_grad():
             return make()
-    except LockstepError:
+    except (LockstepError, OSError):
         raise
     except Exception as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), "")
@@ -243,12 +251,21 @@ def _made(path: Path, chosen: str, make: Callable[[], T]) -> T:
 
 def _weights(loaded: Loaded) -> bytes:
     data = make_weights(loaded.model, _about(loaded))
-    written_weights, here = read_weights(data), loaded.model.state_dict()
-    if written_weights.keys() != here.keys() or not all(
-        same_bits(written_weights[n], t) for n, t in here.items()
-    ):
-        raise ConfigError(f"{WEIGHTS}: what was made holds other values; please report this")
+    _check_same(read_weights(data), loaded.model, WEIGHTS)
     return data
+
+
+def _folder(loaded: Loaded, path: Path) -> None:
+    from lockstep.engine.checkpoint import dcp  # takes a while to import
+
+    dcp.write(path, loaded.model.state_dict(), _about(loaded))
+    _check_same(dcp.Folder(path), loaded.model, FOLDER)
+
+
+def _check_same(there: Mapping[str, Tensor], model: nn.Module, chosen: str) -> None:
+    here = model.state_dict()
+    if there.keys() != here.keys() or not all(same_bits(there[n], t) for n, t in here.items()):
+        raise ConfigError(f"{chosen}: what was made holds other values; please report this")
 
 
 def _graph(loaded: Loaded, chosen: str, example: Example) -> tuple[bytes, float]:

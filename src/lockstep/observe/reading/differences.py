@@ -12,7 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lockstep.engine.checkpoint import format as checkpoint
-from lockstep.engine.checkpoint.listing import folders, step_of
+from lockstep.engine.checkpoint.format import TABLE
+from lockstep.engine.checkpoint.listing import SUFFIX, files_with, folders, step_of
 from lockstep.engine.passes.buffers import same_bits
 from lockstep.errors import CheckpointError
 from lockstep.observe import text
@@ -28,8 +29,8 @@ def config_differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[A
     return {key: values for key, values in found.items() if any(v != values[0] for v in values)}
 
 
-_ORDER = ("model.safetensors", "buffers.safetensors", "task.safetensors", "carry.safetensors")
-"""Files of a checkpoint that are compared first."""
+_ORDER = tuple(f"{n}{SUFFIX}" for n in ("model", "buffers", "task", "carry", "optimizer"))
+"""Files of a checkpoint in the order in which they are compared, before tables."""
 _OF_SPEED = ("samples_per_s", "compute_efficiency")
 """Curves that differ between any two runs."""
 
@@ -166,13 +167,13 @@ def part_of_tensors(one: Path, other: Path) -> tuple[TensorParting | None, int]:
 
 def _part_of_step(one: Path, other: Path, last_equal: int | None) -> TensorParting | None:
     pair = [checkpoint.read_manifest(folder)["files"] for folder in (one, other)]
-    names = sorted(pair[0] | pair[1], key=lambda n: (_ORDER.index(n) if n in _ORDER else 9, n))
     first: TensorParting | None = None
     others = 0
-    for file in names:
-        if pair[0].get(file) == pair[1].get(file):
+    for file in _ORDER + tuple(sorted(n for n in pair[0] | pair[1] if n.startswith(TABLE))):
+        here, there = (files_with(file, known) for known in pair)
+        if [pair[0][n] for n in here] == [pair[1][n] for n in there]:
             continue
-        for name, tensors in _pairs(one / file, other / file):
+        for name, tensors in _pairs([one / n for n in here], [other / n for n in there]):
             mine, theirs = tensors
             if mine is not None and theirs is not None and same_bits(mine, theirs):
                 continue
@@ -183,20 +184,25 @@ def _part_of_step(one: Path, other: Path, last_equal: int | None) -> TensorParti
     return replace(first, others=others) if first is not None else None
 
 
-def _pairs(one: Path, other: Path) -> Iterator[tuple[str, tuple[Tensor | None, Tensor | None]]]:
-    """The tensors of two files by name, one at a time; None where a file has none."""
-    opened: list[Any] = []
-    for path in (one, other):
-        try:
-            opened.append(safe_open(path, framework="pt") if path.exists() else None)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: cannot be read: {error}") from None
-    keys = [list(file.keys()) if file is not None else [] for file in opened]
-    for name in dict.fromkeys([*keys[0], *keys[1]]):
-        mine, theirs = (
-            file.get_tensor(name) if name in there else None
-            for file, there in zip(opened, keys, strict=True)
-        )
+def _pairs(
+    one: Sequence[Path], other: Sequence[Path]
+) -> Iterator[tuple[str, tuple[Tensor | None, Tensor | None]]]:
+    """The tensors of some files of two checkpoints by name; None where they have none.
+
+    One at a time, since both models may not fit into memory.
+    """
+    opened: list[dict[str, Any]] = []
+    for paths in (one, other):
+        by_name: dict[str, Any] = {}
+        for path in paths:
+            try:
+                file: Any = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{path}: cannot be read: {error}") from None
+            by_name |= dict.fromkeys(file.keys(), file)
+        opened.append(by_name)
+    for name in dict.fromkeys([*opened[0], *opened[1]]):
+        mine, theirs = (there[name].get_tensor(name) if name in there else None for there in opened)
         yield name, (mine, theirs)
 
 

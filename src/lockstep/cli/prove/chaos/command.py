@@ -297,7 +297,7 @@ def _damage_newest(root: Path) -> None:
     folders = listing.folders(root)
     if len(folders) < 2:
         return
-    file = folders[0] / "model.safetensors"
+    file = min(folders[0].glob("model*.safetensors"))
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)

@@ -15,7 +15,7 @@ import numpy as np
 from lockstep.config.files import open_to_read, read_text
 from lockstep.config.parsing import parse_object
 from lockstep.engine import events
-from lockstep.engine.checkpoint.listing import folders, step_of
+from lockstep.engine.checkpoint.listing import files_with, folders, step_of
 from lockstep.errors import RunDirectoryError, file_errors
 from lockstep.observe import text
 from lockstep.observe.reading.diagnosis import Calls
@@ -310,6 +310,9 @@ def _model_digest(folder: Path) -> str:
     """The SHA-256 of the model in a checkpoint by its manifest; empty if that cannot be read."""
     try:
         manifest = parse_object(read_text(folder / "manifest.json"))
-        return short(str(manifest["files"]["model.safetensors"]["sha256"]))
+        files = manifest["files"]
+        digests = [str(files[name]["sha256"]) for name in files_with("model.safetensors", files)]
+        joined = hashlib.sha256("".join(digests).encode()).hexdigest() if digests else ""
+        return short(digests[0] if len(digests) == 1 else joined)
     except (OSError, ValueError, KeyError, TypeError):
         return ""

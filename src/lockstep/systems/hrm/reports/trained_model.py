@@ -17,8 +17,8 @@ from lockstep.config import load, override
 from lockstep.data.random import kept_generators
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.passes.precision import autocast
-from lockstep.engine.snapshot.compatibility import check_fits
-from lockstep.engine.snapshot.restore import find_snapshot, load_model
+from lockstep.engine.snapshot.compatibility import check_fits, load_model
+from lockstep.engine.snapshot.restore import find_snapshot
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.step.model import build_model
 from lockstep.errors import ConfigError, DataError
