@@ -24,7 +24,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -45,11 +45,15 @@ from lockstep.engine.checkpoint.tensor_files import (
     in_files,
     in_memory,
     read_verified,
+    sync,
     verify,
     write_file,
     write_tensors,
 )
 from lockstep.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from lockstep.engine.checkpoint.share import OwnShare
 
 FORMAT = 1
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
@@ -96,19 +100,6 @@ class Snapshot:
             file.drop()
 
 
-class Share(Protocol):
-    """The files that several ranks write into one folder."""
-
-    folder: Path
-
-    def entries(self) -> dict[str, Any]:
-        """The entries of all these files in a manifest, once they are written.
-
-        Raises:
-            OSError: they could not be.
-        """
-
-
 def begin(root: Path, step: int) -> Path:
     """Make the folder for a checkpoint that is being written.
 
@@ -128,19 +119,23 @@ def write_files(folder: Path, files: Mapping[str, Tensors | bytes]) -> dict[str,
     Raises:
         OSError: the disk is full, read-only, or gone.
     """
-    return {
+    entries = {
         name: write_file(folder / name, [content])
         if isinstance(content, bytes)
         else write_tensors(folder / name, content)
         for name, content in files.items()
     }
+    # At the end, since other ranks may wait for this one while it writes.
+    for name in files:
+        sync(folder / name)
+    return entries
 
 
 def write(
     root: Path,
     snapshot: Snapshot,
     halfway: Callable[[], None] = lambda: None,
-    share: Share | None = None,
+    share: OwnShare | None = None,
     most_bytes: int = FILE_BYTES,
 ) -> tuple[Path, int]:
     """Write a checkpoint below `root`.
@@ -177,6 +172,7 @@ def write(
         text = json.dumps(manifest, indent=1, ensure_ascii=False).encode()
         size = len(text) + sum(f["bytes"] for f in files.values())
         write_file(temporary / MANIFEST, [text])
+        sync(temporary / MANIFEST)
         sync_folder(temporary)
         if _holds(final, body):
             shutil.rmtree(temporary, ignore_errors=True)

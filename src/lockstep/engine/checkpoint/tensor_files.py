@@ -135,7 +135,7 @@ def index_of(groups: Mapping[str, Mapping[str, Kind]]) -> bytes:
 
 
 def write_tensors(path: Path, tensors: Tensors) -> dict[str, Any]:
-    """Write a file, and return when it is on disk.
+    """Write a file; `sync` must follow.
 
     Returns:
         Its entry in a manifest: SHA-256 in hexadecimal, and size in bytes.
@@ -163,11 +163,23 @@ def write_file(path: Path, chunks: Iterable[Any]) -> dict[str, Any]:
             file.write(view)
             sha.update(view)
             num_bytes += len(view)
-        file.flush()
-        # Before the folder is renamed: a machine that stops in between must not leave a folder
-        # under its final name whose files have no content yet.
-        os.fsync(file.fileno())
     return {"sha256": sha.hexdigest(), "bytes": num_bytes}
+
+
+def sync(path: Path) -> None:
+    """Wait until a file is on disk.
+
+    Before its folder is renamed: a machine that stops in between must not leave a folder under its
+    final name whose files have no content yet.
+
+    Raises:
+        OSError: the disk is full, or gone.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _header(kinds: Mapping[str, Kind]) -> bytes:
