@@ -123,7 +123,7 @@ def test_passes_may_be_of_any_length_where_none_is_promised() -> None:
 def test_reading_goes_on_where_it_ended() -> None:
     stream = Numbers()
     layout = BatchLayout(None, 8, 2)
-    reader = StreamReader(stream, None, seed=0)
+    reader = StreamReader(stream, None, seed=0, draws=Draws(seen=True))
     for step in range(4):
         for m in range(2):
             reader.read(0, layout.positions(step, m), layout.start(step))
@@ -136,7 +136,7 @@ def test_reading_goes_on_where_it_ended() -> None:
 def test_a_stream_that_skips_makes_no_others_samples() -> None:
     stream = Seeking(1000)
     layout = BatchLayout(1000, 100, 4)
-    reader = StreamReader(stream, 1000, seed=0)
+    reader = StreamReader(stream, 1000, seed=0, draws=Draws(seen=True))
     for step in (7, 8):
         reader.read(0, layout.positions(step, 2), layout.start(step))
     assert stream.made == 50
@@ -148,7 +148,7 @@ def test_known_starts_of_passes_spare_reading_them() -> None:
     expected = reader.read(0, Range(96, 104), 96)
     assert reader.starts == [0, 23, 46, 69, 92]
     other = Numbers()
-    again = StreamReader(other, None, seed=0)
+    again = StreamReader(other, None, seed=0, draws=Draws(seen=True))
     again.starts = list(reader.starts)
     assert again.read(0, Range(96, 104), 96) == expected
     assert other.made == 12

@@ -99,7 +99,7 @@ class Unseen(Sampler):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (modules.GAN, "automatic_optimization: is False: .*return the loss.* Task with phases"),
+        (modules.GAN, "automatic_optimization: is False: .*return the loss.*Task with phases"),
         (a("A", configure_optimizers=two_optimizers), "several optimizers; .* Task with phases"),
         (a("A", configure_optimizers=lambda self: None), "returned None, which trains nothing"),
         (a("A", configure_optimizers=lambda self: 3), "returned 3; must be a torch optimizer"),
@@ -110,7 +110,7 @@ class Unseen(Sampler):
         (with_callbacks(type("Own", (callbacks.EarlyStopping,), {})("x")), "Own would not be"),
         (with_callbacks(STOP("a"), KEEP(monitor="b")), "watch is 'a' for one callback and 'b' for"),
         (with_callbacks(STOP("a", stopping_threshold=1.0)), "stopping_threshold=1.0"),
-        (with_callbacks(KEEP(dirpath="x")), "dirpath='.*': leave it out: checkpoints are below"),
+        (with_callbacks(KEEP(dirpath="x")), r"dirpath='.*'\): leave it out: checkpoints are below"),
         (with_callbacks(KEEP(monitor="a", save_top_k=3)), "save_top_k=3.: leave it out: the best"),
         (with_callbacks(KEEP(every_n_epochs=2)), "every_n_epochs=2.: leave it out, and set eval_"),
         (a("A", on_save_checkpoint=nothing), "keep it in a buffer"),
