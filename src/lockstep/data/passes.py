@@ -119,7 +119,7 @@ class Pass:
         """Begin a pass.
 
         Args:
-            made: function that returns the stream; called again if the pass has to begin anew.
+            made: function that returns the stream; called again if the pass begins again.
             epoch: number of the pass, from 0.
             key: function from a position to the seed of the global generators, 63 bits.
             draws: what is known of the stream's draws; what is found is noted.
