@@ -14,7 +14,18 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.config import CheckpointConfig, DataConfig, OptimizerConfig
 from lockstep.launching.rank.environment import detect
-from peers.json_lines import BATCH, LINES, LR, NUM_FILES, bytes_read, classifier, stream, tensors
+from peers.json_lines import (
+    BATCH,
+    LINES,
+    LR,
+    MICROBATCHES,
+    NUM_FILES,
+    bytes_read,
+    classifier,
+    step_s,
+    stream,
+    tensors,
+)
 
 
 class Lines(lockstep.Task):
@@ -50,7 +61,7 @@ def main() -> None:
     total = NUM_FILES * LINES // BATCH
     config = lockstep.TrainConfig(
         batch_size=BATCH,
-        num_microbatches=8,
+        num_microbatches=MICROBATCHES,
         steps=total,
         lr=LR,
         optimizer=OptimizerConfig(name="adam"),
@@ -63,8 +74,7 @@ def main() -> None:
             ends.append(time.perf_counter())
         read = bytes_read()
     if detect(os.environ).rank == 0:
-        step_s = (ends[-1] - ends[0]) / (len(ends) - 1)
-        print(json.dumps({"step_s": step_s, "bytes": read}), flush=True)
+        print(json.dumps({"step_s": step_s(ends), "bytes": read}), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,12 @@ import datasets
 import torch
 from torch import Tensor, nn
 
-NUM_FILES, LINES, FEATURES, CLASSES = 16, 1000, 128, 10
+NUM_FILES, LINES, FEATURES, CLASSES = 16, 2000, 128, 10
 """Files, samples of each, and numbers of a sample."""
-BATCH = 256
-"""Samples of a global batch; all lines are read once."""
+BATCH, MICROBATCHES = 256, 8
+"""Samples of a global batch, and its parts; all lines are read once."""
+WARMUP = 32
+"""Steps before time is taken."""
 LR = 1e-3
 
 
@@ -57,6 +59,11 @@ def classifier() -> nn.Module:
 def tensors(samples: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
     """A batch."""
     return torch.tensor([s["x"] for s in samples]), torch.tensor([s["y"] for s in samples])
+
+
+def step_s(ends: list[float]) -> float:
+    """Mean seconds of a step after the warmup, of the times at which steps have ended."""
+    return (ends[-1] - ends[WARMUP - 1]) / (len(ends) - WARMUP)
 
 
 def bytes_read() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.conftest import slow
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lockstep.data.passes import is_stream, stream_length
+from lockstep.data.passes import Draws, Pass, is_stream, stream_length
 from lockstep.data.sampler import BatchLayout
 from lockstep.data.stream_reader import StreamLoader, StreamReader
 from lockstep.errors import DataError
@@ -123,7 +123,7 @@ def test_passes_may_be_of_any_length_where_none_is_promised() -> None:
 def test_reading_goes_on_where_it_ended() -> None:
     stream = Numbers()
     layout = BatchLayout(None, 8, 2)
-    reader = StreamReader(stream, None, seed=0)
+    reader = StreamReader(stream, None, seed=0, draws=Draws(seen=True))
     for step in range(4):
         for m in range(2):
             reader.read(0, layout.positions(step, m), layout.start(step))
@@ -136,7 +136,7 @@ def test_reading_goes_on_where_it_ended() -> None:
 def test_a_stream_that_skips_makes_no_others_samples() -> None:
     stream = Seeking(1000)
     layout = BatchLayout(1000, 100, 4)
-    reader = StreamReader(stream, 1000, seed=0)
+    reader = StreamReader(stream, 1000, seed=0, draws=Draws(seen=True))
     for step in (7, 8):
         reader.read(0, layout.positions(step, 2), layout.start(step))
     assert stream.made == 50
@@ -148,7 +148,7 @@ def test_known_starts_of_passes_spare_reading_them() -> None:
     expected = reader.read(0, Range(96, 104), 96)
     assert reader.starts == [0, 23, 46, 69, 92]
     other = Numbers()
-    again = StreamReader(other, None, seed=0)
+    again = StreamReader(other, None, seed=0, draws=Draws(seen=True))
     again.starts = list(reader.starts)
     assert again.read(0, Range(96, 104), 96) == expected
     assert other.made == 12
@@ -193,7 +193,7 @@ def test_a_stream_that_has_raised_is_not_at_its_end() -> None:
                     raise OSError("try again")
                 yield sample
 
-    reader = StreamReader(Failing(), None, seed=0)
+    reader = StreamReader(Failing(), None, seed=0, draws=Draws(seen=True))
     with pytest.raises(OSError, match="try again"):
         reader.read(0, Range(0, 8), 0)
     expected = StreamReader(Numbers(), None, seed=0).read(0, Range(0, 8), 0)
@@ -229,6 +229,53 @@ def test_a_skip_that_leads_elsewhere_is_refused(skip: Any, message: str) -> None
     with pytest.raises(DataError, match=message):
         StreamReader(Lies(skip), None, seed=0).check_skipping(8)
     StreamReader(Seeking(5), None, seed=0).check_skipping(8)
+
+
+class Drawing:
+    """Draws for some samples."""
+
+    def __init__(self, draw: Callable[[], float], of: Collection[int]) -> None:
+        self.draw, self.of = draw, of
+        self.made = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for i in range(60):
+            self.made += 1
+            yield i, self.draw() if i in self.of else None
+
+
+def isolated() -> float:
+    with torch.random.fork_rng():
+        return float(torch.rand(()))
+
+
+DRAWS = [random.random, np.random.standard_normal, lambda: float(torch.rand(())), isolated]
+
+
+@pytest.mark.parametrize("draw", DRAWS[:3])
+def test_what_a_sample_draws_depends_on_its_number_only(draw: Callable[[], float]) -> None:
+    def read(stream: Drawing, draws: Draws, *sizes: int) -> list[Any]:
+        one = Pass(lambda: stream, 0, lambda position: 1000 + position, draws)
+        one.skip(5)
+        return [sample for size in sizes for sample in one.take(size)]
+
+    expected = read(Drawing(draw, (0, 33)), Draws(seen=True), 60)
+    for sizes in ((60,), (20, 20, 20), (1, 27, 27)):
+        draws, stream = Draws(), Drawing(draw, (0, 33))
+        assert read(stream, draws, *sizes) == expected
+        assert draws.seen
+        assert stream.made <= 120
+    draws = Draws()
+    read(Drawing(draw, (0,)), draws, 60)
+    assert not draws.seen  # what a pass begins with is drawn with numbers of its own
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_draws_are_noticed_at_the_first_samples(draw: Callable[[], float]) -> None:
+    for of, seen in ((range(60), True), ((0, 50), False)):
+        draws = Draws()
+        StreamReader(Drawing(draw, of), None, seed=0, draws=draws).note_draws()
+        assert draws.seen is seen
 
 
 class Torchs(IterableDataset[int]):

@@ -137,7 +137,7 @@ def test_parts_of_a_stream_are_read_by_the_ranks_of_their_microbatches(lockstep,
     assert done.returncode == 0, done.stderr
     counts = [len((tmp_path / "reads" / str(r)).read_text().splitlines()) for r in range(3)]
     for count, num_microbatches in zip(counts, (2, 1, 1), strict=True):
-        assert 0 <= count - 120 * 4 * num_microbatches < 100, counts
+        assert 0 <= count - 120 * 4 * num_microbatches < 130, counts
     # Resumed on one rank, in the tenth pass and later, nothing is read again.
     [path] = (tmp_path / "run/checkpoints").glob("step_*120/manifest.json")
     places = json.loads(path.read_text())["sampler"]["places"]
@@ -145,7 +145,7 @@ def test_parts_of_a_stream_are_read_by_the_ranks_of_their_microbatches(lockstep,
     (tmp_path / "reads" / "0").unlink()
     done = lockstep("resume", "run", "-n", "1", "stop_at_step=121", **read)
     assert done.returncode == 0, done.stderr
-    assert len((tmp_path / "reads" / "0").read_text().splitlines()) - 16 < 140
+    assert len((tmp_path / "reads" / "0").read_text().splitlines()) - 16 < 160
 
 
 def test_parts_of_a_stream_move_with_their_microbatches(lockstep, tmp_path, few):

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("lightning")
 import torch
 import torchmetrics
+from lightning.pytorch import callbacks
 from tests.lightning import modules
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, WeightedRandomSampler
@@ -37,6 +38,13 @@ def trained(kind, tmp_path, loader=None, **keys):
 def a(name, base=BASE, **body):
     """A class of modules with other methods."""
     return type(name, (base,), body)
+
+
+STOP, KEEP = callbacks.EarlyStopping, callbacks.ModelCheckpoint
+
+
+def with_callbacks(*some):
+    return a("A", configure_callbacks=lambda self: [*some])
 
 
 def logging(call):
@@ -91,14 +99,20 @@ class Unseen(Sampler):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (modules.GAN, "automatic_optimization: is False: .*Task with phases"),
+        (modules.GAN, "automatic_optimization: is False: .*return the loss.*Task with phases"),
         (a("A", configure_optimizers=two_optimizers), "several optimizers; .* Task with phases"),
         (a("A", configure_optimizers=lambda self: None), "returned None, which trains nothing"),
         (a("A", configure_optimizers=lambda self: 3), "returned 3; must be a torch optimizer"),
         (a("A", on_before_optimizer_step=nothing), "A.on_before_optimizer_step: is not called"),
         (a("A", optimizer_step=nothing), "A.optimizer_step: is not called .* scheduler"),
         (a("A", configure_gradient_clipping=nothing), "set clip_norm in the config"),
-        (a("A", configure_callbacks=nothing), "callbacks of Lightning are not called"),
+        (with_callbacks(callbacks.Timer()), "Timer would not be called .* on_train_batch_end"),
+        (with_callbacks(type("Own", (callbacks.EarlyStopping,), {})("x")), "Own would not be"),
+        (with_callbacks(STOP("a"), KEEP(monitor="b")), "watch is 'a' for one callback and 'b' for"),
+        (with_callbacks(STOP("a", stopping_threshold=1.0)), "stopping_threshold=1.0"),
+        (with_callbacks(KEEP(dirpath="x")), r"dirpath='.*'\): leave it out: checkpoints are below"),
+        (with_callbacks(KEEP(monitor="a", save_top_k=3)), "save_top_k=3.: leave it out: the best"),
+        (with_callbacks(KEEP(every_n_epochs=2)), "every_n_epochs=2.: leave it out, and set eval_"),
         (a("A", on_save_checkpoint=nothing), "keep it in a buffer"),
         (a("A", training_step=lambda self, batch, batch_idx: None), "cannot be skipped"),
         (a("A", on_train_batch_start=lambda self, *_: -1), "returned -1, which skips an epoch"),
@@ -142,6 +156,22 @@ def test_loaders_are_refused_by_name(options, message, tmp_path):
     dataset = BASE.train_dataloader(None).dataset
     with pytest.raises(TaskError, match=message):
         trained(BASE, tmp_path, DataLoader(dataset, **options))
+
+
+def test_callbacks_are_keys_of_the_config(tmp_path):
+    kind = with_callbacks(
+        STOP("val_loss", min_delta=10.0, patience=2, mode="max"),
+        KEEP(monitor="val_loss", mode="max", every_n_train_steps=3),
+        callbacks.LearningRateMonitor(),
+    )
+    done = trained(kind, tmp_path, epochs=9, early_stopping={"min_delta": 5.0})
+    assert (done.config.watch, done.config.watch_mode) == ("val_loss", "max")
+    assert done.config.early_stopping == ls.config.EarlyStoppingConfig(patience=2, min_delta=5.0)
+    assert done.config.checkpoint.every == 3
+    assert done.reason == "early stopping: no better val_loss since step 4"
+    kind = a("One", configure_callbacks=lambda self: STOP("val/val_loss", patience=0))
+    config = ls.from_lightning(kind(), watch="loss").config
+    assert (config.watch, config.early_stopping.patience) == ("loss", 1)
 
 
 def test_samplers_are_replaced_by_the_orders_that_they_ask_for():

@@ -17,8 +17,14 @@ from typer.core import TyperCommand, TyperGroup
 
 from lockstep import __version__
 from lockstep.config.files import create_beside
+from lockstep.config.parsing import shown
 from lockstep.errors import DataError, LaunchError, file_errors
-from lockstep.launching.job.preflight import address_space, temporary_folder, threads
+from lockstep.launching.job.preflight import (
+    address_space,
+    processor_time,
+    temporary_folder,
+    threads,
+)
 from lockstep.launching.rank.early import ending_at_interrupt, is_rank
 from lockstep.launching.systems import CommandGroup
 
@@ -98,7 +104,7 @@ def importing(quiet: bool = False) -> Iterator[None]:
 @contextmanager
 def _importable() -> Iterator[None]:
     """Turn the failed import of torch into one message, where a limit of the system explains it."""
-    if obstacle := address_space() or threads():
+    if obstacle := address_space() or processor_time() or threads():
         raise LaunchError(str(obstacle))
     try:
         yield
@@ -106,6 +112,13 @@ def _importable() -> Iterator[None]:
         if obstacle := temporary_folder():
             raise LaunchError(str(obstacle)) from None
         raise
+    except ValueError as error:
+        value = os.environ.get("TORCH_LOGS", "")
+        if "torch" in sys.modules or not value:
+            raise
+        remedy = "name logs that torch knows (TORCH_LOGS=help lists them), or unset the variable"
+        found = error if value.strip("+") == "help" else f"torch cannot be imported; {remedy}"
+        raise LaunchError(f"TORCH_LOGS={shown(value)}: {found}") from None
 
 
 def shown_status(console: Console, text: str, quiet: bool) -> AbstractContextManager[Any]:

@@ -162,6 +162,8 @@ class TrainConfig(Section):
         return self
 
     def _problems(self) -> Iterator[str]:
+        if {self.epochs, self.steps} == {None}:  # a task's own config may allow both
+            yield "epochs=None, steps=None: nothing says when training ends; set one of them"
         if self.num_microbatches > self.batch_size:
             yield (
                 f"num_microbatches={self.num_microbatches} is more than "

@@ -11,12 +11,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from lockstep.config.parsing import parse_json, shown
 from lockstep.data.loader import set_epoch
-from lockstep.data.passes import Pass, is_stream, stream_length
+from lockstep.data.passes import Draws, Pass, is_stream, note_draws, stream_length
 from lockstep.data.random import Stream, data_digest, random_key
 from lockstep.errors import ConfigError, DataError
 
@@ -94,6 +93,7 @@ class StreamParts:
         self.keep_states = True
         self._num_microbatches = num_microbatches
         self._seed = seed
+        self._draws = Draws()
         there = getattr(dataset, "num_shards", None)
         if isinstance(there, int) and there < count:
             raise ConfigError(
@@ -174,7 +174,14 @@ class StreamParts:
         """A part's name for messages."""
         return f"dataset('train').shard({index}, {self.count})"
 
-    def open(self, index: int, epoch: int, count: int = 0, state: str | None = None) -> Pass:
+    def open(
+        self,
+        index: int,
+        epoch: int,
+        count: int = 0,
+        state: str | None = None,
+        draws: Draws | None = None,
+    ) -> Pass:
         """Begin a pass over a part.
 
         Args:
@@ -182,13 +189,19 @@ class StreamParts:
             epoch: number of the pass.
             count: number of samples to begin after, if there is a state.
             state: state of the part there; None begins with its first sample.
+            draws: what is known of its draws; None takes what is known of all parts.
         """
         own = self.key(index)
 
         def key(position: int) -> int:
             return random_key(own, Stream.SAMPLE, epoch, position)
 
-        return Pass(self.part(index), epoch, key, count if state is not None else 0, state)
+        begin = count if state is not None else 0
+        return Pass(lambda: self.part(index), epoch, key, draws or self._draws, begin, state)
+
+    def note_draws(self) -> None:
+        """Find out at the first samples whether parts draw random numbers."""
+        note_draws(lambda draws: self.open(0, 0, draws=draws), self._draws, _NUM_COMPARED)
 
     def key(self, index: int) -> int:
         """The seed of a part, 63 bits; that of part m is also the seed of microbatch m."""
@@ -202,8 +215,8 @@ class StreamParts:
         Raises:
             DataError: it is empty.
         """
-        one = Pass(self.part(index), 0, lambda position: position)
-        digests = [data_digest(sample) for sample in islice(one, _NUM_COMPARED)]
+        one = Pass(lambda: self.part(index), 0, lambda position: position, self._draws)
+        digests = [data_digest(sample) for sample in one.take(_NUM_COMPARED)]
         one.close()
         if not digests:
             raise DataError(

@@ -160,15 +160,16 @@ class PartsLoader(BatchSource):
         """
         size = self._layout.microbatch_size(0, 0)
         StreamReader(self.parts.part(0), None, self._seed).check_skipping(size)
+        self.parts.note_draws()
         for count in sorted({1, size}):
             one = self.parts.open(0, 0)
-            num_read = sum(1 for _ in zip(range(count), one, strict=False))
+            num_read = len(one.take(count))
             try:
                 state = one.state()
                 if state is None:
                     return
                 other = self.parts.open(0, 0, num_read, state)
-                is_same = data_digest(next(other, None)) == data_digest(next(one, None))
+                is_same = data_digest(other.take(1)) == data_digest(one.take(1))
                 problem = "" if is_same else "leads to another sample than reading does"
                 other.close()
             except DataError as error:

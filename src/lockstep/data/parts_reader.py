@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from lockstep.data.parts import Place, StreamParts
 from lockstep.data.passes import Pass, ShuffledPass
-from lockstep.data.random import Stream, random_key, sample_digest
+from lockstep.data.random import Stream, random_key, sample_bytes
 from lockstep.errors import DataError
 from lockstep.parallel.layout import Range
 
@@ -29,7 +28,6 @@ class PartsPass:
     def __init__(self, parts: StreamParts, place: Place) -> None:
         """Begin, or go on, at a place."""
         self._parts = parts
-        self._begin = place
         self.epoch = place.epoch
         self._indices = parts.of(place.microbatch)
         self.position = place.position
@@ -42,23 +40,26 @@ class PartsPass:
         if place.count:
             self._pass = self._reopened(place)
 
-    def __iter__(self) -> PartsPass:
-        return self
-
-    def __next__(self) -> Any:
-        while self._number < len(self._indices):
-            present = self._present()
-            if present.position == self._length():
+    def take(self, count: int) -> list[Any]:
+        """The next samples; fewer at the end."""
+        samples: list[Any] = []
+        while len(samples) < count and self._number < len(self._indices):
+            present, length, left = self._present(), self._length(), count - len(samples)
+            if length is not None:
+                left = min(left, length - present.position)
+            if not left:
                 self.check_end()
                 self._leave()
                 continue
-            for sample in present:
-                self.position += 1
-                if self._state is not None:
-                    self._digest.update(sample_digest(sample).encode())
-                return sample
-            self._end_part()
-        raise StopIteration
+            first = present.position
+            found = present.take(left)
+            self.position += len(found)
+            if self._state is not None:
+                self._digest_some(found, first)
+            samples += found
+            if len(found) < left:
+                self._end_part()
+        return samples
 
     def skip(self, count: int) -> int:
         """Skip samples, whole parts of known lengths unread; returns how many there were."""
@@ -87,17 +88,18 @@ class PartsPass:
         last = self._last
         if (self._number, count) == (last.part, last.count) and self.position == last.position:
             return last
-        self._last = replace(
-            self._begin, position=self.position, part=self._number, count=count,
-            state=None, state_count=0, digest="",
-        )  # fmt: skip
-        if self._state is not None and count:
-            self._last = replace(
-                self._last,
-                state=self._state,
-                state_count=self._state_count,
-                digest=self._digest.hexdigest(),
-            )
+        state = self._state if count else None
+        begun = (0, "") if state is None else (self._state_count, self._digest.hexdigest())
+        self._last = Place(
+            last.microbatch,
+            last.epoch,
+            last.start,
+            self.position,
+            self._number,
+            count,
+            state,
+            *begun,
+        )
         self._state = None
         if self._pass is not None and count and self._parts.keep_states:
             self._note_state(self._pass.state(), count)
@@ -109,12 +111,11 @@ class PartsPass:
         Raises:
             DataError: there are more.
         """
-        if self._pass is not None and self._pass.position == self._length():
-            for _ in self._pass:
-                raise DataError(
-                    f"{self._name()}: goes on after the {self._length()} samples that its __len__ "
-                    "says"
-                )
+        is_read = self._pass is not None and self._pass.position == self._length()
+        if is_read and self._present().take(1):
+            raise DataError(
+                f"{self._name()}: goes on after the {self._length()} samples that its __len__ says"
+            )
 
     def close(self) -> None:
         """End the pass."""
@@ -124,14 +125,24 @@ class PartsPass:
     def _note_state(self, state: str | None, count: int) -> None:
         self._state, self._state_count, self._digest = state, count, hashlib.sha256()
 
+    def _digest_some(self, samples: list[Any], first: int) -> None:
+        """Count samples into the digest if they are 0, 1, 2, 4, 8, … after the state.
+
+        Args:
+            samples: samples of the present part.
+            first: number of the first of them in the part.
+        """
+        for distance, sample in enumerate(samples, first - self._state_count):
+            if not distance & (distance - 1):
+                self._digest.update(sample_bytes(sample))
+
     def _reopened(self, place: Place) -> Pass:
         """The pass over the present part, at a place; by its state if that leads there."""
         index = self._indices[self._number]
         if place.state is not None and self._parts.keep_states:
             one = self._parts.open(index, self.epoch, place.state_count, place.state)
             self._note_state(place.state, place.state_count)
-            for _, sample in zip(range(place.count - place.state_count), one, strict=False):
-                self._digest.update(sample_digest(sample).encode())
+            self._digest_some(one.take(place.count - place.state_count), place.state_count)
             if self._digest.hexdigest() == place.digest:
                 return one
             one.close()
@@ -238,9 +249,7 @@ class PartsReader:
         try:
             if self._pass is None or not self._is_at(epoch, wanted.first):
                 self._go_to(epoch, wanted.first)
-            first = self._next()
-            of_first = self._epoch
-            samples = [first, *(self._next() for _ in range(len(wanted) - 1))]
+            of_first, samples = self._take(len(wanted))
             if self._position == self._length and self._pass is not None:
                 self._pass.check_end()
         except BaseException:
@@ -283,13 +292,18 @@ class PartsReader:
             key = self._parts.key(self._microbatch)
             self._pass = ShuffledParts(self._pass, self._shuffle_buffer, key)
 
-    def _next(self) -> Any:
-        assert self._pass is not None
-        for sample in self._pass:
-            self._position += 1
-            return sample
-        self._next_pass()
-        return self._next()
+    def _take(self, count: int) -> tuple[int, list[Any]]:
+        """The next samples, of several passes if need be, and the number of the first one's."""
+        of_first, samples = self._epoch, list[Any]()
+        while len(samples) < count:
+            assert self._pass is not None
+            found = self._pass.take(count - len(samples))
+            of_first = of_first if samples else self._epoch
+            self._position += len(found)
+            samples += found
+            if len(samples) < count:
+                self._next_pass()
+        return of_first, samples
 
     def _next_pass(self) -> None:
         """Read the parts again.

@@ -11,14 +11,19 @@ import json
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.config.parsing import parse_json, shown
 from lockstep.data.loader import set_epoch
-from lockstep.data.random import seed_all
+from lockstep.data.random import data_digest, has_drawn, seed_all
 from lockstep.errors import DataError
+
+_SKIPPED_AT_ONCE = 64
+"""Samples in memory while a stream without a `skip` passes over them."""
 
 
 @runtime_checkable
@@ -82,6 +87,17 @@ def stream_length(dataset: Any, split: str) -> int | None:
         return None
 
 
+@dataclass
+class Draws:
+    """Whether a stream draws from the global generators, which shows only when it does.
+
+    Attributes:
+        seen: whether it has, after the first sample of a pass.
+    """
+
+    seen: bool = False
+
+
 class Pass:
     """One pass over a stream.
 
@@ -93,48 +109,51 @@ class Pass:
 
     def __init__(
         self,
-        dataset: Iterable[Any],
+        made: Callable[[], Iterable[Any]],
         epoch: int,
         key: Callable[[int], int],
+        draws: Draws,
         position: int = 0,
         state: str | None = None,
     ) -> None:
         """Begin a pass.
 
         Args:
-            dataset: the stream.
+            made: function that returns the stream; called again if the pass begins again.
             epoch: number of the pass, from 0.
             key: function from a position to the seed of the global generators, 63 bits.
+            draws: what is known of the stream's draws; what is found is noted.
             position: where in the pass to begin.
             state: what `state` has returned there; None if there is none, and `position` is 0.
 
         Raises:
             DataError: the stream refuses the state.
         """
-        self._dataset = dataset
+        self._made = made
+        self._epoch = epoch
         self._key = key
+        self._draws = draws
         self._begin = position, state
-        self.position = position
-        set_epoch(epoch, dataset)
-        seed_all(key(0))
-        of_dataset, of_iterator = (None, None) if state is None else parse_json(state)
-        _load(dataset, of_dataset)
-        self._iterator = iter(dataset)
-        _load(self._iterator, of_iterator)
+        self._open()
 
-    def __iter__(self) -> Pass:
-        return self
+    def take(self, count: int) -> list[Any]:
+        """The next samples; fewer at the end.
 
-    def __next__(self) -> Any:
-        seed_all(self._key(self.position))
-        sample = next(self._iterator)
-        self.position += 1
-        return sample
+        Setting the generators takes as long as reading many a sample. So it is done once for all of
+        them, and if they turn out to have drawn numbers, they are read again one by one.
+        """
+        is_begun = self._draws.seen or self.position > self._begin[0]
+        samples = [] if is_begun else self._one_by_one(min(count, 1))
+        left = count - len(samples)
+        if not left or not (samples or is_begun):
+            return samples
+        together = None if self._draws.seen or left == 1 else self._together(left)
+        return samples + (self._one_by_one(left) if together is None else together)
 
     @property
     def can_skip(self) -> bool:
         """Whether skipping samples costs less than reading them."""
-        return isinstance(self._iterator, Skips)
+        return self._skipping is not None
 
     def skip(self, count: int) -> int:
         """Skip samples; returns how many there were.
@@ -142,10 +161,13 @@ class Pass:
         Raises:
             DataError: the stream's own `skip` returns something else.
         """
-        if not isinstance(self._iterator, Skips):
-            return sum(1 for _, _ in zip(range(count), self, strict=False))
+        if self._skipping is None:
+            begin, end = self.position, self.position + count
+            while self.position < end and self.take(min(end - self.position, _SKIPPED_AT_ONCE)):
+                pass
+            return self.position - begin
         seed_all(self._key(self.position))
-        skipped: object = self._iterator.skip(count) if count else 0
+        skipped: object = self._skipping.skip(count) if count else 0
         if not isinstance(skipped, int) or not 0 <= skipped <= count:
             kind = type(self._iterator).__name__
             raise DataError(
@@ -163,8 +185,7 @@ class Pass:
         """
         if self.position == self._begin[0]:
             return self._begin[1]  # many streams know a state only after their first sample
-        owners = (self._dataset, self._iterator)
-        states = [one.state_dict() if isinstance(one, Stateful) else None for one in owners]
+        states = [None if one is None else one.state_dict() for one in self._stateful]
         if states == [None, None]:
             return None
         try:
@@ -180,6 +201,70 @@ class Pass:
         if isinstance(self._iterator, types.GeneratorType):
             self._iterator.close()
 
+    def _open(self) -> None:
+        """Go to the beginning."""
+        self.position, state = self._begin
+        self._dataset = self._made()
+        set_epoch(self._epoch, self._dataset)
+        seed_all(self._key(0))
+        of_dataset, of_iterator = (None, None) if state is None else parse_json(state)
+        _load(self._dataset, of_dataset)
+        self._iterator = iterator = iter(self._dataset)
+        _load(iterator, of_iterator)
+        # To ask for a protocol takes long.
+        self._skipping = iterator if isinstance(iterator, Skips) else None
+        owners = (self._dataset, iterator)
+        self._stateful = [one if isinstance(one, Stateful) else None for one in owners]
+
+    def _one_by_one(self, count: int) -> list[Any]:
+        """The next samples, with the generators set before each."""
+        samples: list[Any] = []
+        for _ in range(count):
+            seed_all(self._key(self.position))
+            try:
+                samples.append(next(self._iterator))
+            except StopIteration:
+                break
+            self.position += 1
+        return samples
+
+    def _together(self, count: int) -> list[Any] | None:
+        """The next samples; None if they have drawn numbers, and are to be read again."""
+        position = self.position
+        key = self._key(position)
+        seed_all(key)
+        try:
+            samples = list(islice(self._iterator, count))
+        except Exception:
+            if not has_drawn(key):
+                raise
+        else:
+            if not has_drawn(key):
+                self.position += len(samples)
+                return samples
+        self._draws.seen = True
+        self.close()
+        self._open()
+        self.skip(position - self.position)
+        return None
+
+
+def note_draws(make: Callable[[Draws], Pass], draws: Draws, count: int) -> None:
+    """Note whether a stream draws for its first samples.
+
+    Draws that leave the generators as they were are found by other samples.
+
+    Args:
+        make: function that begins a pass.
+        draws: where to note it.
+        count: number of samples to read.
+    """
+    found, known = set(), (Draws(seen=False), Draws(seen=True))
+    for one in map(make, known):
+        found.add(data_digest(one.take(count)))
+        one.close()
+    draws.seen = draws.seen or known[0].seen or len(found) > 1
+
 
 def _load(owner: Any, state: Any) -> None:
     """Let a stream or an iterator go on from a state, if there is one."""
@@ -194,10 +279,13 @@ def _load(owner: Any, state: Any) -> None:
         ) from error
 
 
-class Skipping(Iterator[Any], Protocol):
+class Skipping(Protocol):
     """What samples can be shuffled of: a pass over a stream, or over parts of one."""
 
     position: int
+
+    def take(self, count: int) -> list[Any]:
+        """The next samples; fewer at the end."""
 
     @property
     def can_skip(self) -> bool:
@@ -236,16 +324,18 @@ class ShuffledPass:
         """Whether skipping samples costs less than reading them."""
         return self._inner.can_skip
 
-    def __iter__(self) -> ShuffledPass:
-        return self
-
-    def __next__(self) -> Any:
-        if self._next == len(self._block):
-            self._load()
-        if not self._block:
-            raise StopIteration
-        self._next += 1
-        return self._block[self._next - 1]
+    def take(self, count: int) -> list[Any]:
+        """The next samples; fewer at the end."""
+        samples: list[Any] = []
+        while len(samples) < count:
+            if self._next == len(self._block):
+                self._load()
+            if not self._block:
+                break
+            more = self._block[self._next : self._next + count - len(samples)]
+            self._next += len(more)
+            samples += more
+        return samples
 
     def skip(self, count: int) -> int:
         """Skip samples; returns how many there were."""
@@ -270,6 +360,6 @@ class ShuffledPass:
 
     def _load(self) -> None:
         number = self._inner.position // self._size
-        block = [s for _, s in zip(range(self._size), self._inner, strict=False)]
+        block = self._inner.take(self._size)
         self._block = [block[i] for i in self._generator(number).permutation(len(block))]
         self._next = 0

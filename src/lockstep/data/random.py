@@ -118,6 +118,25 @@ def global_state() -> object:
     return torchs, random.getstate(), numpys["state"]["key"].tobytes(), numpys["state"]["pos"]
 
 
+def has_drawn(key: int) -> bool:
+    """Whether numbers were drawn from the global generators since `seed_all(key)`.
+
+    They are elsewhere afterwards.
+    """
+    found = _next_numbers()
+    seed_all(key)
+    return found != _next_numbers()
+
+
+def _next_numbers() -> tuple[object, ...]:
+    """Numbers by which states of the global generators can be told apart; draws them."""
+    # CUDA's generators count what they have given; to draw one would wait for the device.
+    has_begun = _MAY_HAVE_CUDA and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    device = torch.cuda.current_device() if has_begun else None
+    given = 0 if device is None else torch.cuda.default_generators[device].get_offset()
+    return given, random.getrandbits(64), np.random.random_sample(), _drawn_seed()
+
+
 def _drawn_seed() -> int:
     return int(torch.randint(2**63 - 1, (), dtype=torch.int64))
 
@@ -212,24 +231,30 @@ def sample_digest(sample: Any) -> str:
 
     Streams are checked by it sample for sample.
     """
+    return hashlib.sha256(sample_bytes(sample)).hexdigest()
+
+
+def sample_bytes(sample: Any) -> bytes:
+    """What is digested of a sample of a stream."""
     if _is_plain(sample):
-        return hashlib.sha256(marshal.dumps(sample, _WITHOUT_REFERENCES)).hexdigest()
-    return data_digest(sample)
+        return marshal.dumps(sample, _WITHOUT_REFERENCES)
+    return data_digest(sample).encode()
 
 
 _WITHOUT_REFERENCES = 2
 """Version of the format in which the bytes depend on values only, not on which objects are one."""
 
-_PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None)})
+PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None)})
+"""Classes of values that nothing can change."""
 
 
 def _is_plain(value: Any) -> bool:
     kind = type(value)
     if kind is list or kind is tuple:
-        return all(map(_is_plain, value))
+        return PLAIN.issuperset(map(type, value)) or all(map(_is_plain, value))
     if kind is dict:
         return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
-    return kind in _PLAIN
+    return kind in PLAIN
 
 
 def _content(leaf: Any) -> bytes:

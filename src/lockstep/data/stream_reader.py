@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from lockstep.data.loader import Batch, BatchSource, Collate, set_epoch, to_device
-from lockstep.data.passes import Pass, ShuffledPass
-from lockstep.data.random import Stream, data_digest, random_key, sample_digest, seed_all
+from lockstep.data.passes import Draws, Pass, ShuffledPass, note_draws
+from lockstep.data.random import PLAIN, Stream, data_digest, random_key, sample_digest, seed_all
 from lockstep.data.sampler import BatchLayout
 from lockstep.errors import DataError
 from lockstep.parallel.layout import Assigned, Range
@@ -37,6 +37,7 @@ class StreamReader:
         length: int | None,
         seed: int,
         shuffle_buffer: int = 0,
+        draws: Draws | None = None,
     ) -> None:
         """Read a stream.
 
@@ -45,11 +46,13 @@ class StreamReader:
             length: number of samples of a pass, if it is known.
             seed: seed of the run.
             shuffle_buffer: number of samples that are shuffled together; 0 leaves their order.
+            draws: what is known of the stream's draws of random numbers; None if nothing is.
         """
         self._dataset = dataset
         self._length = length
         self._seed = seed
         self._block_size = shuffle_buffer
+        self._draws = draws or Draws()
         self.starts = [0]
         self._pass: Pass | ShuffledPass | None = None
         self._epoch = 0
@@ -88,11 +91,11 @@ class StreamReader:
         one = self._plain(0)
         if one.can_skip:
             skipped = one.skip(count)
-            after_skipping = data_digest(next(one, None))
+            after_skipping = data_digest(one.take(1))
             one.close()
-            one = self._plain(0)
-            read = sum(1 for _ in zip(range(count), one, strict=False))
-            after_reading = data_digest(next(one, None))
+            one = self._plain(0, Draws(seen=True))  # which never skips
+            read = len(one.take(count))
+            after_reading = data_digest(one.take(1))
             if (skipped, after_skipping) != (read, after_reading):
                 which = "the same" if after_skipping == after_reading else "another one"
                 raise DataError(
@@ -125,13 +128,19 @@ class StreamReader:
     def _read(self, epoch: int, wanted: Range, batch_start: int) -> list[Any]:
         if self._pass is None or self._is_behind(epoch, wanted):
             self._begin(epoch, batch_start)
-        self._kept = {p: s for p, s in self._kept.items() if p >= batch_start}
+        if batch_start != self._batch_start:
+            self._kept = {p: s for p, s in self._kept.items() if p >= batch_start}
         self._skip(batch_start)
         if self._pass is not None and self._pass.can_skip:
             self._skip(wanted.first)
         while self._position < wanted.last:
-            position = self._position
-            self._kept[position] = self._next()
+            assert self._pass is not None
+            left = wanted.last - self._position
+            found = self._pass.take(left)
+            self._kept.update(enumerate(found, self._position))
+            self._position += len(found)
+            if len(found) < left:
+                self._end_pass()
         if self._position == self._length:
             self._check_end()
         self._batch_start = batch_start
@@ -155,11 +164,15 @@ class StreamReader:
         self.close()
         self._pass, self._epoch, self._position = self._open(epoch), epoch, position
 
-    def _plain(self, epoch: int) -> Pass:
+    def note_draws(self) -> None:
+        """Find out at the first samples whether the stream draws random numbers."""
+        note_draws(lambda draws: self._plain(0, draws), self._draws, _NUM_LANDMARKS)
+
+    def _plain(self, epoch: int, draws: Draws | None = None) -> Pass:
         def key(position: int) -> int:
             return random_key(self._seed, Stream.SAMPLE, epoch, position)
 
-        return Pass(self._dataset, epoch, key)
+        return Pass(lambda: self._dataset, epoch, key, draws or self._draws)
 
     def _open(self, epoch: int) -> Pass | ShuffledPass:
         def generator(block: int) -> np.random.Generator:
@@ -168,14 +181,6 @@ class StreamReader:
 
         plain = self._plain(epoch)
         return ShuffledPass(plain, self._block_size, generator) if self._block_size else plain
-
-    def _next(self) -> Any:
-        assert self._pass is not None
-        for sample in self._pass:
-            self._position += 1
-            return sample
-        self._end_pass()
-        return self._next()
 
     def _skip(self, position: int) -> None:
         """Skip the samples before a position."""
@@ -225,7 +230,7 @@ class StreamReader:
             DataError: there are more.
         """
         assert self._pass is not None
-        for _ in self._pass:
+        if self._pass.take(1):
             raise DataError(
                 f"dataset('train'): goes on after the {self._length} samples that its __len__ says"
             )
@@ -233,7 +238,12 @@ class StreamReader:
 
 def _copied(sample: Any) -> Any:
     """A copy of a sample: a collate function may change it in place."""
-    return tree_map(_copied_leaf, sample)
+    kind = type(sample)
+    if kind is dict:
+        return {key: _copied(value) for key, value in sample.items()}
+    if kind is list:  # long ones are numbers, mostly
+        return list(sample) if PLAIN.issuperset(map(type, sample)) else [*map(_copied, sample)]
+    return sample if kind in PLAIN else tree_map(_copied_leaf, sample)
 
 
 def _copied_leaf(value: Any) -> Any:
@@ -273,6 +283,7 @@ class StreamLoader(BatchSource):
         self._layout = layout
         self._collate: Collate = collate or default_collate
         self._shuffle_buffer = shuffle_buffer
+        self._draws = Draws()
         super().__init__(dataset, seed, device)
         self._reader = self._new_reader()
         self.pass_starts = self._reader.starts
@@ -291,6 +302,7 @@ class StreamLoader(BatchSource):
         reader = self._new_reader()
         try:
             reader.check_skipping(self._layout.step_size(0))
+            reader.note_draws()
         finally:
             reader.close()
 
@@ -336,7 +348,9 @@ class StreamLoader(BatchSource):
 
     def _new_reader(self) -> StreamReader:
         num_samples = self._layout.num_samples
-        return StreamReader(self.dataset, num_samples, self._seed, self._shuffle_buffer)
+        return StreamReader(
+            self.dataset, num_samples, self._seed, self._shuffle_buffer, self._draws
+        )
 
     def _fetch(self, reader: StreamReader, step: int, microbatch: int) -> Batch | None:
         if not self._layout.microbatch_size(step, microbatch):

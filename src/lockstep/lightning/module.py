@@ -20,7 +20,10 @@ from lockstep.lightning.logs import Journal, metrics_in
 if TYPE_CHECKING:
     from lockstep.lightning.task import LightningTask
 
-_MANUAL = "write a lockstep.Task with phases, one for each optimizer (docs/tasks.md)"
+_MANUAL = (
+    "with one optimizer, return the loss and leave automatic_optimization as it is; with several, "
+    "write a lockstep.Task with phases, one for each (docs/tasks.md)"
+)
 _GRADIENTS = "gradients are summed over all microbatches and ranks after the last of these"
 _AT_STEP = f"{_GRADIENTS}; do it in on_train_batch_end, which is called after each step"
 _REFUSED: Mapping[str, str] = MappingProxyType(
@@ -34,8 +37,6 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
         "optimizer_step": f"{_GRADIENTS}; warm up by a scheduler in configure_optimizers",
         "optimizer_zero_grad": f"{_GRADIENTS}; leave it out",
         "lr_scheduler_step": "Lockstep steps schedulers itself; leave it out",
-        "configure_callbacks": "callbacks of Lightning are not called; use early_stopping.* and "
-        "checkpoint.* in the config, or a lockstep.Hook",
         "configure_sharded_model": "use configure_model, and sharding in the config",
         "on_save_checkpoint": "checkpoints hold parameters and buffers; keep it in a buffer",
         "on_load_checkpoint": "checkpoints hold parameters and buffers; keep it in a buffer",

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from pydantic import ConfigDict, Field, create_model
@@ -17,11 +17,34 @@ from lockstep.config import TrainConfig
 from lockstep.config.parsing import shown
 from lockstep.config.reading import build
 from lockstep.config.section import Section
+from lockstep.data.random import kept_generators
 from lockstep.errors import ConfigError, TaskError
 from lockstep.lightning.data import Source, overrides
 from lockstep.lightning.task import LightningTask
 
 _SCALARS = (bool, int, float, str)
+_OF_LIGHTNING = ("lightning.", "pytorch_lightning.")
+_LEAVE_OUT = "leave it out, or stop by after_evaluation of a lockstep.Hook"
+_FOLDER = "leave it out: checkpoints are below RUN_DIR/checkpoints"
+_KEPT = "leave it out: the best checkpoint is kept, and the newest, as many as checkpoint.keep says"
+_CALLBACKS: Mapping[str, Mapping[str, tuple[tuple[Any, ...], str]]] = MappingProxyType(
+    {
+        "EarlyStopping": {
+            "stopping_threshold": ((None,), _LEAVE_OUT),
+            "divergence_threshold": ((None,), _LEAVE_OUT),
+        },
+        "ModelCheckpoint": {
+            "dirpath": ((None,), _FOLDER),
+            "filename": ((None,), _FOLDER),
+            "save_top_k": ((1,), _KEPT),
+            "_every_n_epochs": ((0, 1), "leave it out, and set eval_every in the config"),
+            "_train_time_interval": ((None,), "leave it out, or set checkpoint.keep_every_s"),
+        },
+        "LearningRateMonitor": {},
+    }
+)
+"""Callbacks of Lightning's own that config keys stand for, and arguments that none does: their
+usual values, and what to do about others."""
 
 
 class Arguments(Section):
@@ -51,7 +74,7 @@ def is_datamodule(kind: object) -> bool:
 def _is_a(kind: object, name: str) -> bool:
     """Whether something is a class of Lightning's own derived, without importing Lightning."""
     return isinstance(kind, type) and any(
-        base.__name__ == name and base.__module__.startswith(("lightning.", "pytorch_lightning."))
+        base.__name__ == name and base.__module__.startswith(_OF_LIGHTNING)
         for base in kind.__mro__[1:]
     )
 
@@ -166,7 +189,7 @@ def _made(kind: Any, key: str, config: TrainConfig) -> Any:
 
 
 def completed(task: type[LightningTask], config: TrainConfig) -> TrainConfig:
-    """A config with what the loaders bring, where no other values were given.
+    """A config with what loaders and callbacks bring, where no other values were given.
 
     Raises:
         ConfigError: a key is given that the module's own code decides.
@@ -183,16 +206,65 @@ def completed(task: type[LightningTask], config: TrainConfig) -> TrainConfig:
                     f"{key}={shown(value)}: {task.__name__}.configure_optimizers makes the "
                     "optimizer; give it to the module's own arguments (module.…), if it has such"
                 )
-    brings = ("batch_size", "eval_batch_size")
-    known = keys_given.get("data", {})
-    if all(key in keys_given for key in brings) and {"shuffle", "drop_last"} <= known.keys():
+    known = keys_given.keys() | keys_given.get("data", {}).keys()
+    is_whole = {"batch_size", "eval_batch_size", "shuffle", "drop_last"} <= known
+    if is_whole and not overrides(task.source.kind, "configure_callbacks"):
         return config
-    defaults = task(config).loaders.defaults
-    defaults["data"] |= known
-    values = defaults | keys_given | {"data": defaults["data"]}
+    one = task(config)
+    with kept_generators():
+        module = one.build_model()
+    values = one.loaders.defaults | callback_keys(module)
+    for key, value in keys_given.items():
+        values[key] = values.get(key, {}) | value if isinstance(value, dict) else value
     if "num_microbatches" not in keys_given:
         values["num_microbatches"] = min(config.num_microbatches, values["batch_size"])
     return build(type(config), values, "loaders")
+
+
+def callback_keys(module: Any) -> dict[str, Any]:
+    """The config keys that ask for what the callbacks of `configure_callbacks` do.
+
+    Raises:
+        TaskError: there is a callback, or an argument of one, that no key stands for.
+    """
+    if not overrides(module, "configure_callbacks"):
+        return {}
+    returned = module.configure_callbacks()
+    keys: dict[str, Any] = {}
+    for callback in returned if isinstance(returned, (list, tuple)) else [returned]:
+        kind = type(callback)
+        name = kind.__name__ if kind.__module__.startswith(_OF_LIGHTNING) else ""
+        if name not in _CALLBACKS:
+            raise TaskError(
+                f"{type(module).__name__}.configure_callbacks: {kind.__name__} would not be called "
+                f"under Lockstep, which knows {', '.join(_CALLBACKS)}; do it in "
+                "on_train_batch_end, on_train_epoch_end or on_validation_epoch_end of the module, "
+                "or in a lockstep.Hook"
+            )
+        for argument, (usual, remedy) in _CALLBACKS[name].items():
+            value = getattr(callback, argument)
+            if value not in usual:
+                raise TaskError(f"{name}({argument.lstrip('_')}={shown(value)}): {remedy}")
+        for key, value in _keys_of(name, callback).items():
+            if keys.setdefault(key, value) != value:
+                raise TaskError(
+                    f"{type(module).__name__}.configure_callbacks: {key} is {shown(keys[key])} for "
+                    f"one callback and {shown(value)} for {name}; a run watches one metric"
+                )
+    return keys
+
+
+def _keys_of(name: str, callback: Any) -> dict[str, Any]:
+    keys: dict[str, Any] = {}
+    if getattr(callback, "monitor", None):
+        watched = callback.monitor.removeprefix("val/")
+        keys = {"watch": watched, "watch_mode": callback.mode}
+    if name == "EarlyStopping":
+        patience = max(callback.patience, 1)  # 0 is the first evaluation without a better one
+        keys["early_stopping"] = {"patience": patience, "min_delta": abs(callback.min_delta)}
+    if name == "ModelCheckpoint" and callback._every_n_train_steps:
+        keys["checkpoint"] = {"every": callback._every_n_train_steps}
+    return keys
 
 
 class _Instances(Source):

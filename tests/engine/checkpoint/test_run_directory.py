@@ -60,6 +60,9 @@ def test_any_rank_can_rescue_a_run_whose_folder_is_gone(tmp_path: Path, has_lock
         assert not known.is_gone()
     shutil.rmtree(path)
     assert directory.is_gone()
+    if has_lock:  # a rank has died while it made the folder
+        (tmp_path / "run-rescued" / "checkpoints").mkdir(parents=True)
+        (tmp_path / "run-rescued" / ".lock").touch()
     for _ in range(2):  # as after the loss of a rank
         assert directory.rescue() == str(tmp_path / "run-rescued")
         other.follow(directory.path)
@@ -67,6 +70,19 @@ def test_any_rank_can_rescue_a_run_whose_folder_is_gone(tmp_path: Path, has_lock
     assert directory.identity() == identity()
     assert load(TrainConfig, tmp_path / "run-rescued" / "config.yaml") == CONFIG
     assert [p.name for p in tmp_path.iterdir()] == ["run-rescued"]
+    directory.close()
+
+
+def test_a_run_is_rescued_in_no_folder_that_has_something_in_it(tmp_path: Path) -> None:
+    directory = opened(used(tmp_path / "run"))
+    shutil.rmtree(directory.path)
+    opened(tmp_path / "run-rescued").close()
+    (tmp_path / "run-rescued-2" / "checkpoints" / "step_00000001").mkdir(parents=True)
+    (tmp_path / "run-rescued-3").mkdir()
+    (tmp_path / "run-rescued-3" / "mine.txt").touch()
+    (tmp_path / "run-rescued-4").touch()
+    (tmp_path / "run-rescued-5").mkdir()
+    assert directory.rescue() == str(tmp_path / "run-rescued-5")
     directory.close()
 
 

@@ -259,6 +259,8 @@ def test_a_config_whose_epochs_may_be_none_goes_on_by_steps(tmp_path: Path) -> N
     class BySteps(longer_tasks.Line):
         Config = ByStepsConfig
 
+    with pytest.raises(ConfigError, match=r"epochs=None, steps=None: nothing says when training e"):
+        ByStepsConfig(steps=None)
     for steps in (4, 6):
         config = ByStepsConfig(steps=steps)
         done = ls.train(BySteps(config), config, run_dir=tmp_path, resume=True, quiet=True)

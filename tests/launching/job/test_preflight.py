@@ -85,6 +85,8 @@ def test_a_loopback_interface_that_is_down_is_said_at_once(launcher: str) -> Non
         ("ulimit -f 0", "no folder for temporary files can be written"),
         ("ulimit -v 500000", "at most 488 MiB of address space (ulimit -v), and torch needs 1,024"),
         ("ulimit -d 200000", "at most 195 MiB of data (ulimit -d), and torch needs 320"),
+        ("ulimit -t 10", "at most 10 s (ulimit -t), and starts may take 20 s; raise the limit"),
+        ("export TORCH_LOGS=none+sense", "TORCH_LOGS='none+sense': torch cannot be imported; name"),
     ],
 )
 def test_what_keeps_torch_from_being_imported_is_one_message(

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
 from collections.abc import Iterator
 
 import pytest
 
+from lockstep.engine.run.loop import EXIT_CODES
+from lockstep.engine.step.sums import OUT_OF_TIME, STOP_REASONS
 from lockstep.launching.rank.process import StopRequest
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -77,3 +80,21 @@ def test_signals_that_the_caller_has_blocked_are_received_within_it_only():
         assert signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def test_a_limit_on_processor_time_leaves_some_for_a_checkpoint() -> None:
+    pid = os.fork()  # a hard limit cannot be raised again
+    if pid == 0:
+        is_kept = False
+        try:
+            resource.setrlimit(resource.RLIMIT_CPU, (100, 100))
+            with StopRequest() as stop:
+                limits = resource.getrlimit(resource.RLIMIT_CPU)
+                os.kill(os.getpid(), signal.SIGXCPU)
+            after = resource.getrlimit(resource.RLIMIT_CPU)
+            is_kept = (limits, after) == ((95, 100), (100, 100)) and stop.reason() == OUT_OF_TIME
+        finally:
+            os._exit(not is_kept)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert EXIT_CODES[OUT_OF_TIME] == 75
+    assert OUT_OF_TIME in STOP_REASONS

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from lockstep.config.files import read_text, replacing
+from lockstep.config.files import leftovers, read_text, replacing
 
 ENTRIES = (
     "checkpoints", "config.yaml", "events.jsonl", "flight", "logged", "metrics.csv", "profile",
@@ -18,6 +19,8 @@ ENTRIES = (
 
 PATTERNS = ("hang_of_slot_*.json", "quantum_epoch*.npz")
 """Patterns of further ones."""
+_FIRST_ENTRIES = "checkpoints", ".lock", "config.yaml"
+"""What there is of a run directory before it belongs to a run."""
 IDENTITY = "run.json"
 """The file that says what run it is."""
 MANIFEST = "manifest.json"
@@ -31,6 +34,19 @@ def own_entries(run_dir: Path) -> Iterator[Path]:
     yield from (run_dir / name for name in ENTRIES)
     for pattern in PATTERNS:
         yield from run_dir.glob(pattern)
+
+
+def is_used(run_dir: Path) -> bool:
+    """Whether a path has more than the folder of a rank that has died while it made it."""
+    if not os.path.lexists(run_dir):
+        return False
+    try:
+        known = {*leftovers(run_dir), *(run_dir / name for name in _FIRST_ENTRIES)}
+        checkpoints = run_dir / _FIRST_ENTRIES[0]
+        is_begun = checkpoints.exists() and any(checkpoints.iterdir())
+        return is_begun or not known.issuperset(run_dir.iterdir())
+    except OSError:
+        return True
 
 
 def folder_name(step: int) -> str:

@@ -212,7 +212,9 @@ class RunDirectory:
             RunDirectoryError: it cannot be created.
         """
         if self.is_gone():
-            self.follow(next(path for path in rescued_paths(self.path) if not path.exists()))
+            self.follow(
+                next(path for path in rescued_paths(self.path) if not listing.is_used(path))
+            )
             self.lock()
             self._is_settled = False
             self.settle()

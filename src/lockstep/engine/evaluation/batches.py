@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 
 from lockstep.data.attributes import AttributeGuard
 from lockstep.data.loader import Fetcher, Request, dataset_size, set_epoch, to_device
-from lockstep.data.passes import Pass, is_stream, stream_length
+from lockstep.data.passes import Draws, Pass, is_stream, stream_length
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.engine.task import Task, own_collate
 from lockstep.errors import DataError, TaskError, shared
@@ -206,6 +206,10 @@ class _IndexedBatches(EvaluationBatches):
 class _StreamBatches(EvaluationBatches):
     """Batches of a stream: each rank reads all of it, and computes every n-th batch."""
 
+    @cached_property
+    def _draws(self) -> Draws:
+        return Draws()
+
     def of_rank(self, rank: int, size: int) -> Iterator[tuple[int, Any]]:
         for number, samples in enumerate(self._read()):
             if number % size == rank:
@@ -235,8 +239,8 @@ class _StreamBatches(EvaluationBatches):
         Raises:
             DataError: there are none, or another number than the stream's length.
         """
-        samples = Pass(self.dataset, 0, self._key)
-        while batch := list(islice(samples, self._batch_size)):
+        samples = Pass(lambda: self.dataset, 0, self._key, self._draws)
+        while batch := samples.take(self._batch_size):
             yield batch
         if not samples.position:
             raise _empty(self.split_name)

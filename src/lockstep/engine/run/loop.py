@@ -31,7 +31,7 @@ from lockstep.engine.run.run_state import RunState
 from lockstep.engine.runtime import Runtime, check_can_regroup, everywhere
 from lockstep.engine.snapshot.capture import whole_digest
 from lockstep.engine.snapshot.restore import temporary_state
-from lockstep.engine.step.sums import StepResult
+from lockstep.engine.step.sums import OUT_OF_TIME, StepResult
 from lockstep.engine.task import Task
 from lockstep.errors import RunDirectoryError, TaskFailure, shared
 
@@ -42,6 +42,7 @@ EXIT_CODES = {
     "hung up": 129,
     "terminated": 143,
     "preempted": 143,
+    OUT_OF_TIME: 75,
     TOO_FEW_RANKS: 75,
 }
 """What a process that stopped before the end exits with: 128 + the number of the usual signal, or

@@ -19,7 +19,11 @@ from lockstep.engine.task.task_config import LengthReads
 from lockstep.engine.timing import Times
 from lockstep.parallel.rounds import Rounds
 
-STOP_REASONS = ("", "interrupted", "hung up", "terminated", "preempted", DIRECTORY_LOST)
+OUT_OF_TIME = "a rank has used up its processor time (ulimit -t)"
+"""The reason to end for it."""
+STOP_REASONS = (
+    "", "interrupted", "hung up", "terminated", "preempted", OUT_OF_TIME, DIRECTORY_LOST
+)  # fmt: skip
 """Why a run may be asked to end, by rising urgency; empty if it is not asked to."""
 
 _NUM_OWN = 9

@@ -41,6 +41,8 @@ _MEMORY = (
     (resource.RLIMIT_DATA, "data", "-d", 320 << 20),
 )
 """Limits on memory: what they count, their option of `ulimit`, and the least that torch needs."""
+_CPU_S = 20
+"""Least processor time of a process that trains."""
 _THREADS = 4
 """Threads that a process which trains starts at the least, with those of libraries."""
 
@@ -127,6 +129,17 @@ def address_space() -> Obstacle | None:
                 f"raise the limit with `ulimit {option} unlimited`",
             )
     return None
+
+
+def processor_time() -> Obstacle | None:
+    """Whether a process may compute for long enough to import torch and begin to train."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_CPU)
+    if soft == resource.RLIM_INFINITY or soft >= _CPU_S:
+        return None
+    return Obstacle(
+        f"a process may compute for at most {soft} s (ulimit -t), and starts may take {_CPU_S} s",
+        "raise the limit with `ulimit -t unlimited`",
+    )
 
 
 def threads() -> Obstacle | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import resource
 import signal
 import sys
 import threading
@@ -17,6 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lockstep.engine.events import Emit, Profiled, Warned
+from lockstep.engine.step.sums import OUT_OF_TIME
 from lockstep.errors import LockstepError
 from lockstep.launching.host.processes import (
     THREAD_VARIABLES,
@@ -83,7 +85,11 @@ _REASONS = {
     signal.SIGHUP: "hung up",
     signal.SIGTERM: "terminated",
     PREEMPTED: "preempted",
+    signal.SIGXCPU: OUT_OF_TIME,
 }
+
+_TO_SAVE_S = 5
+"""Processor time that is kept for the end of the last step and its checkpoint."""
 
 
 def write_reason(path: Path, signum: signal.Signals) -> None:
@@ -150,9 +156,14 @@ class StopRequest:
                 previous = self._previous[signum] = signal.signal(signum, self._handle)
                 if isinstance(previous, EarlyNotice) and previous.came:
                     self._reason = self._reason or _REASONS[signum]
+            soft, hard = self._cpu_limit = resource.getrlimit(resource.RLIMIT_CPU)
+            if hard > _TO_SAVE_S:  # where the kernel kills
+                resource.setrlimit(resource.RLIMIT_CPU, (min(soft, hard - _TO_SAVE_S), hard))
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._previous:
+            resource.setrlimit(resource.RLIMIT_CPU, self._cpu_limit)
         signal.pthread_sigmask(signal.SIG_BLOCK, self._blocked)
         for signum, handler in self._previous.items():
             # None stands for a handler that was not installed from Python: it can't be put back.
