@@ -1,4 +1,4 @@
-"""Slices of parameters that travel while blocks are computed; writes `docs/benchmarks/ahead.md`.
+"""Parameters and gradients that travel while ranks compute; writes `docs/benchmarks/ahead.md`.
 
 As root, for it makes network namespaces. `--quick` shows that everything runs, and prints instead.
 """
@@ -10,7 +10,7 @@ import json
 import statistics
 import sys
 import tempfile
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lab.network import Lab
 from lab.ranks import Launcher, start_ranks
@@ -23,7 +23,7 @@ _SCRIPT = "sliced_blocks.py"
 _SHARDED = ("--sharding", "parameters")
 _RATE = 1e9 / 8
 """Bytes per second of the network."""
-_WIDTH, _BLOCKS, _SAMPLES, _MICROBATCHES = 1024, 8, 320, 4
+_WIDTH = 1024
 _UNIT_BYTES = 4 * _WIDTH * (_WIDTH + 1)
 _TIMEOUT_S = 120.0
 _MIB = 1 << 20
@@ -36,37 +36,64 @@ def main() -> None:
     args = parser.parse_args()
     rounds = 1 if args.quick else args.rounds
     facts = machine(("torch", "mpi4py")) | {"command": command("ahead")}
-    sections = [between_hosts(rounds, args.quick), on_one_host(rounds, args.quick)]
-    text = page("Gathering ahead", facts, sections)
+    sections = [
+        gradients(rounds, args.quick),
+        parameters(rounds, args.quick),
+        on_one_host(rounds, args.quick),
+    ]
+    text = page("Messages during computing", facts, sections)
     if args.quick:
         print(text)
         return
     write(DOCS, "ahead", text, facts, sections)
 
 
-def between_hosts(rounds: int, quick: bool) -> Section:
-    """Two hosts with a rank each, where messages take as long as computing."""
+class Sizes(NamedTuple):
+    """What two hosts train."""
+
+    blocks: int
+    samples: int
+    microbatches: int
+    sharding: str
+
+
+def gradients(rounds: int, quick: bool) -> Section:
+    """The exchange of gradients begins in the last backward pass of a step."""
+    sizes = Sizes(blocks=26, samples=256, microbatches=2, sharding="none")
+    received = sizes.blocks * _UNIT_BYTES
+    return between_hosts("Gradients, two hosts at 1 Gbit/s", sizes, received, rounds, quick)
+
+
+def parameters(rounds: int, quick: bool) -> Section:
+    """Slices of parameters are gathered ahead."""
+    sizes = Sizes(blocks=8, samples=320, microbatches=4, sharding="parameters")
     # Of each microbatch's round a rank receives half of each block twice, but that of the last one
     # once, and as much of gradients.
-    received = _MICROBATCHES // 2 * (3 * _BLOCKS - 1) * _UNIT_BYTES / 2
+    received = sizes.microbatches // 2 * (3 * sizes.blocks - 1) * _UNIT_BYTES / 2
+    title = "`sharding=parameters`, two hosts at 1 Gbit/s"
+    return between_hosts(title, sizes, received, rounds, quick)
+
+
+def between_hosts(title: str, sizes: Sizes, received: float, rounds: int, quick: bool) -> Section:
+    """Two hosts with a rank each, where messages take as long as computing."""
     exchange = received / _RATE
     section = Section(
-        "Two hosts at 1 Gbit/s",
-        f"A rank on each of two network namespaces, {_BLOCKS} blocks of width {_WIDTH}, "
-        f"{_MICROBATCHES} microbatches of {_SAMPLES} samples. A rank receives "
+        title,
+        f"A rank on each of two network namespaces, {sizes.blocks} blocks of width {_WIDTH}, "
+        f"{sizes.microbatches} microbatches of {sizes.samples} samples. A rank receives "
         f"{received / 1e6:.0f} MB in a step. `computing`: a step of one rank with half of the "
         "microbatches. `exchange`: those bytes at the link's rate, headers not counted. `at best`: "
         "the greater of both.",
-        ("library", "a step, one after the other", "a step, ahead", "faster", "computing",
-         "exchange", "ahead / at best"),
+        ("library", "a step, one after the other", "a step, at once", "faster", "computing",
+         "exchange", "at once / at best"),
     )  # fmt: skip
     launchers: tuple[Launcher, ...] = ("torchrun", "mpi")
     for launcher in launchers:
         found: dict[str, list[float]] = {"waits": [], "ahead": [], "computing": []}
         for _ in range(rounds):
-            found["waits"].append(step_on(launcher, 2, quick, "--waits"))
-            found["ahead"].append(step_on(launcher, 2, quick))
-            found["computing"].append(step_on(launcher, 1, quick))
+            found["waits"].append(step_on(launcher, 2, sizes, quick, "--waits"))
+            found["ahead"].append(step_on(launcher, 2, sizes, quick))
+            found["computing"].append(step_on(launcher, 1, sizes, quick))
         section.raw[launcher] = found
         best = [max(seconds, exchange) for seconds in found["computing"]]
         section.rows.append(
@@ -83,12 +110,13 @@ def between_hosts(rounds: int, quick: bool) -> Section:
     return section
 
 
-def step_on(launcher: Launcher, num_hosts: int, quick: bool, *more: str) -> float:
+def step_on(launcher: Launcher, num_hosts: int, sizes: Sizes, quick: bool, *more: str) -> float:
     """Seconds of a step on hosts of a laboratory, the median; on one of them a share of it."""
-    share = _MICROBATCHES // 2 * num_hosts
-    size = ("--width", _WIDTH, "--blocks", _BLOCKS, "--samples", 8 if quick else _SAMPLES)
-    argv = map(str, (*size, "--microbatches", share, "--repeats", 1 if quick else 4))
-    program = [sys.executable, str(HERE / _SCRIPT), *argv, *_SHARDED, "--no-peak", *more]
+    share = sizes.microbatches // 2 * num_hosts
+    size = ("--width", _WIDTH, "--blocks", sizes.blocks, "--sharding", sizes.sharding)
+    samples = 8 if quick else sizes.samples
+    argv = (*size, "--samples", samples, "--microbatches", share, "--repeats", 1 if quick else 4)
+    program = [sys.executable, str(HERE / _SCRIPT), *map(str, argv), "--no-peak", *more]
     with Lab(num_hosts, "1gbit") as lab, tempfile.TemporaryFile("w+") as said:
         ended = start_ranks(lab, 1, program, launcher, timeout_s=_TIMEOUT_S, output=said)
         said.seek(0)
@@ -113,7 +141,7 @@ def on_one_host(rounds: int, quick: bool) -> Section:
                 programs.append(Program(title, _SCRIPT, arguments, launcher, 2))
     results = alternate(programs, rounds)
     section = Section(
-        "One host",
+        "`sharding=parameters`, one host",
         f"2 ranks with a core each, 6 blocks of width {width}, 8 microbatches. Ranks of one host "
         "move what they gather with the cores that they compute with.",
         ("", "one after the other", "ahead", "faster", "peak", "peak, ahead"),

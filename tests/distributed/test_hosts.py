@@ -115,6 +115,20 @@ def test_a_sharded_optimizer_goes_host_by_host_too(train, references, launcher, 
     assert chosen(run_dir)[0] == ("hierarchical", "the ranks are on 2 hosts")
 
 
+@pytest.mark.parametrize("launcher", ["local", slow("mpi")])
+@pytest.mark.parametrize("keys", [LARGE, slow((*LARGE, "bucket_bytes=40000"))])
+def test_ranks_with_a_host_each_are_killed_while_gradients_travel(
+    train, references, launcher, keys
+):
+    """In the last backward pass, the second time after another one has begun to exchange."""
+    faults = [PlannedFault(1, 3, "summing"), PlannedFault(3, 8, "summing", delay_s=0.001)]
+    run_dir = train(launcher, "a b c d", *keys, faults=faults, exchange="auto")
+    found = result(run_dir)
+    assert found["params_sha256"] == references(*LARGE)
+    assert found["world_size"] == 2
+    assert all("last backward pass" in reason for _, reason in chosen(run_dir))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["mpi", "local", "torchrun"])
 @pytest.mark.parametrize("keys", [SMALL, LARGE])

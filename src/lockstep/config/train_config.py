@@ -152,6 +152,8 @@ class TrainConfig(Section):
     """How gradients are exchanged. `auto`: through shared memory inside a host, else by messages;
     on several hosts, summed inside each host first if that is measured to be quicker.
     `hierarchical`: always so; `flat`: never so; `messages`: never so, and without shared memory."""
+    overlap: bool = Field(default=True, json_schema_extra=NO_OUTCOME)
+    """Let gradients travel during a step's last backward pass, where ranks have a host each."""
     bucket_bytes: Positive = Field(default=8 << 20, json_schema_extra=NO_OUTCOME)
     """About the most bytes of gradient that a rank receives at a time, where they are sent."""
 

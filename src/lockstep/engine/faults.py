@@ -50,9 +50,10 @@ Moment = Literal[
   and another block is computed, and before its gradients are sent (`sharding`);
 - compute: after a microbatch;
 - reduce, summing, copying, between, factors, reduced: before the reduction; in it, with shared
-  memory, when a part of a slice is summed, and when a rank has the slices of others (not with a
-  sharded optimizer); in it, host by host, before the sums of a host are sent to others; in it,
-  between the sums of left and right factors (`compression.name=lowrank`); after it;
+  memory or inside the last backward pass (`overlap`), when a part of a slice is summed, and with
+  shared memory when a rank has the slices of others (not with a sharded optimizer); in it, host by
+  host, before the sums of a host are sent to others; in it, between the sums of left and right
+  factors (`compression.name=lowrank`); after it;
 - optimizer: before the optimizer;
 - search: before the batch is computed again for an optimizer with a closure;
 - gather, gathered: before and after ranks with a sharded optimizer exchange what they have stepped;

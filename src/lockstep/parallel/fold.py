@@ -217,6 +217,18 @@ def rows_needed(microbatches: Assigned, num_microbatches: int) -> int:
     return max(1, stack_depth(counts))
 
 
+class LateGradientError(Exception):
+    """A leaf has a gradient, or another one, of a part that was summed earlier.
+
+    Attributes:
+        index: number of the tensor among those of the leaf.
+    """
+
+    def __init__(self, index: int) -> None:
+        super().__init__(f"gradient {index} came after its part of the leaf was summed")
+        self.index = index
+
+
 class Fold:
     """A stack of partial sums in rows of memory: a binary counter of flat gradients.
 
@@ -247,11 +259,61 @@ class Fold:
         ]
         self._next = 0
         self._height = 0
+        self._early: dict[int, tuple[Tensor, int]] = {}
 
     def restart(self) -> None:
         """Forget all leaves."""
         # Rows need not be cleared: the first leaf of each overwrites what is there.
         self._next = self._height = 0
+        self._early.clear()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next leaf is the last one."""
+        return self._next == len(self._merges) - 1
+
+    def add_early(self, index: int, tensor: Tensor) -> None:
+        """Add one tensor of the last leaf, before the others are there.
+
+        Args:
+            index: its number among those of the leaf.
+            tensor: the tensor; `add` makes sure that it stays as it is.
+        """
+        self._early[index] = tensor, tensor._version
+        self._add_last(index, tensor)
+
+    def _add_last(self, index: int, tensor: Tensor | None) -> None:
+        """Add one tensor of the last leaf, and the sums of earlier leaves as far as they go."""
+        count, top = self._merges[-1], self._height
+        row = self._views[top - 1 if count else top]
+        _store(
+            [row[index]],
+            [tensor],
+            torch._foreach_add_ if count else torch._foreach_copy_,
+            _add_zero if count else _zero,
+        )
+        for height in range(top - 1, top - count, -1):
+            self._views[height - 1][index].add_(self._views[height][index])
+
+    def _add_rest(self, tensors: Sequence[Tensor | None], scalars: Tensor) -> None:
+        """Add what `add_early` has not added of the last leaf."""
+        for index, tensor in enumerate(tensors):
+            if index not in self._early:
+                self._add_last(index, tensor)
+                continue
+            early, version = self._early[index]
+            if tensor is not early or tensor._version != version:
+                raise LateGradientError(index)
+        count, rows = self._merges[-1], self._rows
+        self._next += 1
+        self._height += not count
+        if not count:
+            rows[self._height - 1].scalars.copy_(scalars)
+            return
+        rows[self._height - 1].scalars.add_(scalars)
+        for _ in range(count - 1):
+            self._height -= 1
+            rows[self._height - 1].scalars.add_(rows[self._height].scalars)
 
     def add(self, tensors: Sequence[Tensor | None], scalars: Tensor) -> None:
         """Add the next leaf.
@@ -259,7 +321,13 @@ class Fold:
         Args:
             tensors: tensors of the leaf in the order of `specs`; None counts as zeros.
             scalars: sums of the leaf's scalars, float64 [num_scalars].
+
+        Raises:
+            LateGradientError: one that `add_early` was given is another one by now.
         """
+        if self._early:
+            self._add_rest(tensors, scalars)
+            return
         count = self._merges[self._next]
         self._next += 1
         rows = self._rows

@@ -34,10 +34,11 @@ from lockstep.parallel.exchange import (
     gather_slices,
 )
 from lockstep.parallel.fold import ArenaLayout, Fold, Row, rows_needed, slice_up
-from lockstep.parallel.hosts import Hosts, Tried
+from lockstep.parallel.hosts import APART, Hosts, Tried
 from lockstep.parallel.hosts.exchange import NodesByHost, SlicesByHost, gather_slices_by_host
 from lockstep.parallel.layout import Assigned, merges
 from lockstep.parallel.layout import leaves as leaves_of
+from lockstep.parallel.overlapped import OverlappedSlices
 from lockstep.parallel.shared_slices import SharedSlices, shared_arena
 
 SMALL_BYTES = 1 << 20
@@ -45,6 +46,8 @@ SMALL_BYTES = 1 << 20
 
 
 HIERARCHICAL, MESSAGES, SHARED = "hierarchical", "messages", "shared memory"
+
+_EARLY = "gradients travel while the last backward pass computes others"
 
 
 class Way(NamedTuple):
@@ -70,18 +73,21 @@ class Ways:
         hosts: hosts of the ranks, or why sums are not made host by host; the same on all ranks, but
             for the transport inside.
         is_measured: whether sums are made host by host only if that is measured to be quicker.
+        overlaps: whether gradients may travel during the last backward pass, where ranks have a
+            host each and the transport can do so; the same on all ranks.
     """
 
     shares_memory: bool = False
     is_one_host: bool = True
     hosts: Hosts | str = ""
     is_measured: bool = True
+    overlaps: bool = False
 
 
 class OrderedReduction:
     """Sums leaves (microbatches) of gradients and scalars over all ranks.
 
-    For each step: `restart`, then `fold.add` for each of this rank's microbatches, then `reduce`.
+    For each step: `restart`, `leaf_sums.add` for each of this rank's microbatches, then `reduce`.
 
     Attributes:
         fold: sum of this rank's leaves, to which they are added.
@@ -145,6 +151,8 @@ class OrderedReduction:
             self._exchange = Alone(arena)
         elif is_small:
             self._exchange = WholeNodes(plan)
+        elif ways.overlaps and gather and hosts == APART and transport.runs_ahead(bucket_bytes):
+            self._exchange = OverlappedSlices(plan, self.fold, leaves.specs)
         elif is_shared and not isinstance(hosts, Hosts):
             self._exchange = SharedSlices(plan, memory)
         else:
@@ -159,6 +167,11 @@ class OrderedReduction:
         # Both give the same bits, so which one is taken may depend on a measurement.
         both = {HIERARCHICAL: by_host, MESSAGES: self._exchange}
         self._exchange = Tried(transport, both, by_host.total) if ways.is_measured else by_host
+
+    @property
+    def leaf_sums(self) -> Fold | OverlappedSlices:
+        """What takes this rank's leaves."""
+        return self._exchange if isinstance(self._exchange, OverlappedSlices) else self.fold
 
     @property
     def total(self) -> Row:
@@ -191,7 +204,9 @@ class OrderedReduction:
         why = self.why_messages
         if why is None and not hosts:
             return None
-        return Way(SHARED if why == "" else MESSAGES, "; ".join(filter(None, [why, hosts])))
+        early = _EARLY if isinstance(exchange, OverlappedSlices) else ""
+        reasons = "; ".join(filter(None, [why, early, hosts]))
+        return Way(SHARED if why == "" else MESSAGES, reasons)
 
     def gather_slices(self, flat: Tensor, segment: int) -> None:
         """Give every rank the slices the others own, by the way of the sums; a collective.

@@ -26,6 +26,7 @@ from lockstep.parallel.exchange import Leaves
 from lockstep.parallel.fold import (
     ArenaLayout,
     Fold,
+    LateGradientError,
     Row,
     Segment,
     buckets,
@@ -36,18 +37,6 @@ from lockstep.parallel.fold import (
 from lockstep.parallel.layout import Range, within
 
 _NOTHING = torch.empty(0, dtype=torch.float64)
-
-
-class LateGradientError(Exception):
-    """A leaf has a gradient of a segment that was summed before its backward pass was over.
-
-    Attributes:
-        index: number of the tensor among those of the leaf.
-    """
-
-    def __init__(self, index: int) -> None:
-        super().__init__(f"gradient {index} came after the others of its segment were summed")
-        self.index = index
 
 
 class _Bucket(NamedTuple):

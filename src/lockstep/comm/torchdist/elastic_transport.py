@@ -254,7 +254,7 @@ class ElasticTransport(GroupTransport):
         """
         former = self._release()
         # Counted from 0 again: joining ranks have made none of the earlier ones.
-        self._generation, self._num_subgroups = generation, 0
+        self._generation, self._num_subgroups, self._num_started = generation, 0, 0
         self._mailbox = None
         # A prefix for each generation: the keys of one that was given up stay in the store.
         rank, size = members.index(self._slot), len(members)
@@ -264,6 +264,8 @@ class ElasticTransport(GroupTransport):
         """Forget the present group and its subgroups: those that may be destroyed."""
         groups = [self.group, *(part.group for part in self._subgroups)]
         self.group = None
+        for started in list(self.under_way):
+            started.end()
         for part in self._subgroups:
             part.close()
         self._subgroups = []

@@ -7,6 +7,7 @@ import math
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +33,10 @@ from lockstep.engine.timing import Stopwatch
 from lockstep.errors import TaskError
 from lockstep.nn.row import StageDone
 from lockstep.parallel.compression.reduction import LeafSums
+from lockstep.parallel.fold import LateGradientError
 from lockstep.parallel.layout import Assigned, Pass
-from lockstep.parallel.rounds import LateGradientError, Rounds
+from lockstep.parallel.overlapped import OverlappedSlices
+from lockstep.parallel.rounds import Rounds
 
 
 @dataclass
@@ -191,7 +194,7 @@ class Passes:
                 passed[microbatch, stage] = self._forward(step, microbatch, batch)
                 continue
             self._backward_pass(step, microbatch, passed.pop((microbatch, stage)), sums, is_first)
-            watch.compute_s += watch.lap()
+            self._count_time(sums)
             self._runtime.heartbeat.beat()
             self._runtime.at("compute", step)
         self._placement.stage_order.finish()
@@ -236,7 +239,7 @@ class Passes:
                     weight * whole.share(microbatch),
                 )
             self._backward_pass(step, microbatch, passed, sums, completes=True)
-            watch.compute_s += watch.lap()
+            self._count_time(sums)
             self._runtime.heartbeat.beat()
             self._runtime.at("compute", step)
 
@@ -341,9 +344,10 @@ class Passes:
             if self._tables is not None:
                 self._tables.add(microbatch)
             return
-        made = self._backward.leaf(
-            microbatch, passed, self._loss_scale.value, self._compute.targets(step)
-        )
+        targets = self._compute.targets(step)
+        early = sums if isinstance(sums, OverlappedSlices) else None
+        with early.watching(self._flat.tensors) if early is not None else nullcontext():
+            made = self._backward.leaf(microbatch, passed, self._loss_scale.value, targets)
         if made is None:
             return
         if self._tables is not None:
@@ -354,15 +358,28 @@ class Passes:
         try:
             sums.add(leaf, self._staged(scalars))
         except LateGradientError as late:
+            name = self._flat.entries[late.index].name
+            if early is not None:
+                raise TaskError(
+                    f"parameter {name}: its gradient was changed after it was complete, and had "
+                    "been sent (overlap); set overlap=false"
+                ) from None
             raise TaskError(
-                f"parameter {self._flat.entries[late.index].name}: got a gradient after the "
-                "backward pass of its block was over (sharding); let the loss reach it by way of "
-                "the model's blocks, or read it after the model was called, or set "
-                "sharding=optimizer"
+                f"parameter {name}: got a gradient after the backward pass of its block was over "
+                "(sharding); let the loss reach it by way of the model's blocks, or read it after "
+                "the model was called, or set sharding=optimizer"
             ) from None
         # Every microbatch counts on from the same committed value, so the greatest is what one of
         # them has come to, whichever rank computed it; a sum would depend on their number.
         self.counters = [max(pair) for pair in zip(self.counters, counted, strict=True)]
+
+    def _count_time(self, sums: LeafSums) -> None:
+        """Count the time of a backward pass, and apart from it what the exchange took inside."""
+        waited_s = 0.0
+        if isinstance(sums, OverlappedSlices):
+            waited_s, sums.waited_s = sums.waited_s, 0.0
+        self._watch.communication_s += waited_s
+        self._watch.compute_s += self._watch.lap() - waited_s
 
     def _staged(self, values: list[float]) -> Tensor:
         """A leaf's scalars as a tensor, whose memory the next leaf's take."""

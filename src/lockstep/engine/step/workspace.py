@@ -134,11 +134,12 @@ class Workspace:
                     is_one_host=runtime.is_one_host,
                     hosts=placement.hosts,
                     is_measured=config.exchange == "auto",
+                    overlaps=config.overlap and not placement.are_coupled,
                 ),
                 at=at,
             )
         self.leaves: LeafSums = (
-            self.reduction if isinstance(self.reduction, Rounds) else self.reduction.fold
+            self.reduction if isinstance(self.reduction, Rounds) else self.reduction.leaf_sums
         )
         num_segments = len(flat.segments)
         self.slices = self.reduction.slices[:num_segments]

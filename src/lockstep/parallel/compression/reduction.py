@@ -14,6 +14,7 @@ from lockstep.comm.transport import Transport
 from lockstep.parallel.exchange import Leaves
 from lockstep.parallel.fold import Fold, Row, Segment, TensorSpecs, laid_out, slice_up, views
 from lockstep.parallel.layout import Assigned, Range
+from lockstep.parallel.overlapped import OverlappedSlices
 from lockstep.parallel.reduction import OrderedReduction, Way
 from lockstep.parallel.rounds import Rounds
 
@@ -186,7 +187,7 @@ class CompressedReduction(ABC):
         self._leaf = LeafMemory(segments, specs, summed.leaves.device)
         every = [*summed.leaves.segments, *summed.exact.segments]
         self.slices = slice_up(every, summed.transport.size)
-        self.fold = self
+        self.leaf_sums: CompressedReduction = self
         self.restart()
 
     @property
@@ -256,7 +257,7 @@ class CompressedReduction(ABC):
         """Sum what was compressed over all ranks, into `total`."""
 
 
-LeafSums = Fold | Rounds | CompressedReduction
+LeafSums = Fold | OverlappedSlices | Rounds | CompressedReduction
 """What takes the leaves of a rank's microbatches."""
 
 

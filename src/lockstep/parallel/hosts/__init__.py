@@ -25,6 +25,10 @@ from lockstep.parallel.exchange import Exchange
 from lockstep.parallel.fold import BLOCK, Row
 from lockstep.parallel.layout import Node, Range, consecutive, merges, split
 
+_APART = "no two ranks that follow each other share a host"
+APART = f"not host by host: {_APART}"
+"""What `meet_hosts` says of ranks that have a host each."""
+
 
 def ranks_of_hosts(hosts: Sequence[str]) -> list[Range] | str:
     """The ranks of each host, or why sums are not made host by host; empty if there is one host.
@@ -36,7 +40,7 @@ def ranks_of_hosts(hosts: Sequence[str]) -> list[Range] | str:
     if len(runs) == 1:
         return ""
     if len(runs) == len(hosts):
-        return "no two ranks that follow each other share a host"
+        return _APART
     if len(runs) > len(set(hosts)):
         return "ranks of one host do not follow each other"
     return consecutive([num for _, num in runs])
