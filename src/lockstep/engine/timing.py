@@ -199,6 +199,11 @@ class Stopwatch:
         self.now = perf_counter()
         return self.now - before
 
+    def end_pass(self, waited_s: float) -> None:
+        """Count a backward pass, and apart from it the seconds that an exchange took inside it."""
+        self.compute_s += self.lap() - waited_s
+        self.communication_s += waited_s
+
     def times(self, is_exact: bool = True) -> Times:
         """All four sums, and what the process has used and sent meanwhile.
 

@@ -57,8 +57,7 @@ class OverlappedSlices(Slices):
     It takes this rank's leaves in the place of its `fold`.
 
     Attributes:
-        waited_s: seconds that backward passes have spent in here; whoever reads them sets them to
-            0.
+        waited_s: seconds that backward passes have spent in here; see the function `waited_s`.
     """
 
     def __init__(self, plan: ExchangePlan, fold: Fold, specs: TensorSpecs) -> None:
@@ -222,3 +221,11 @@ class OverlappedSlices(Slices):
             total[own.slice] = add_up(nodes, self._plan.additions)
         inside = [Range(p.first - whole.first, p.last - whole.first) for p in parts]
         self._gathering.append(start_gathering_slices(self._transport, total[whole.slice], inside))
+
+
+def waited_s(sums: object) -> float:
+    """Seconds that backward passes have spent in an exchange since the last call."""
+    if not isinstance(sums, OverlappedSlices):
+        return 0.0
+    seconds, sums.waited_s = sums.waited_s, 0.0
+    return seconds

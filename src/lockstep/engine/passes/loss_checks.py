@@ -186,6 +186,25 @@ def pair_of(where: str, returned: Any) -> tuple[Any, Any]:
     return returned
 
 
+def late_gradient(name: str, is_early: bool) -> TaskError:
+    """The error of a gradient that came, or changed, after it was summed.
+
+    Args:
+        name: name of the parameter.
+        is_early: whether gradients are sent in the last backward pass (`overlap`).
+    """
+    if is_early:
+        return TaskError(
+            f"parameter {name}: its gradient was changed after it was complete, and had been sent "
+            "(overlap); set overlap=false"
+        )
+    return TaskError(
+        f"parameter {name}: got a gradient after the backward pass of its block was over "
+        "(sharding); let the loss reach it by way of the model's blocks, or read it after the "
+        "model was called, or set sharding=optimizer"
+    )
+
+
 def check_weight(weight: float, step: int) -> None:
     """Refuse a step in which nothing counts.
 
