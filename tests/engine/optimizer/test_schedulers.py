@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 import lockstep as ls
 from lockstep.engine.hook import Run
 from lockstep.engine.optimizer.learning_rates import LearningRates
-from lockstep.engine.optimizer.scheduler_state import decoded, encoded
+from lockstep.engine.optimizer.schedule import decoded, encoded
 from lockstep.engine.optimizer.schedulers import Schedulers
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, TaskError
 

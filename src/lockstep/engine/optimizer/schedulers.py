@@ -29,7 +29,7 @@ from lockstep.engine.optimizer.choice import (
     stepping_in,
 )
 from lockstep.engine.optimizer.optimizer_state import from_json, to_json
-from lockstep.engine.optimizer.scheduler_state import decoded, encoded
+from lockstep.engine.optimizer.schedule import decoded, encoded
 from lockstep.engine.task import Task
 from lockstep.errors import CheckpointError, ConfigError, TaskError, shared
 
