@@ -22,7 +22,8 @@ from lockstep.engine.optimizer.optimizer_state import are_tensors, is_savable, t
 from lockstep.errors import CheckpointError, TaskError, shared
 from lockstep.parallel.layout import Range, within
 
-_FUSED_ON_CPU = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
+_FUSED_ANYWHERE = (optim.SGD, optim.Adam, optim.AdamW)
+_FUSED_ON_CPU = (*_FUSED_ANYWHERE, optim.Adagrad)
 
 
 class Stepped(NamedTuple):
@@ -283,8 +284,12 @@ def _kept(optimizer: optim.Optimizer, group: dict[str, Any]) -> list[dict[str, A
     states = []
     for parameter in group["params"]:
         state = dict.get(optimizer.state, parameter)  # not by the check of `FlatState`
-        is_plain = parameter.is_cpu and parameter.dtype == group["params"][0].dtype
-        if not state or parameter.grad is None or not is_plain:
+        first = group["params"][0]
+        is_plain = (parameter.dtype, parameter.device) == (first.dtype, first.device)
+        # Where its kernel cannot count, torch has the count on the CPU.
+        if not (is_plain and state and state["step"].device == first.device):
+            return None
+        if parameter.grad is None:
             return None
         states.append(state)
     return states
@@ -293,8 +298,11 @@ def _kept(optimizer: optim.Optimizer, group: dict[str, Any]) -> list[dict[str, A
 def _call(kernel: Callable[..., None], group: dict[str, Any], states: list[dict[str, Any]]) -> None:
     beta1, beta2 = group["betas"]
     steps = [state["step"] for state in states]
-    for count in steps:
-        count += 1
+    if steps[0].is_cpu:
+        for count in steps:
+            count += 1
+    else:
+        torch._foreach_add_(steps, 1)
     kernel(
         group["params"],
         [parameter.grad for parameter in group["params"]],
@@ -330,7 +338,8 @@ def pieces(
     groups = optimizer.param_groups
     for part, group in zip(part_of_group, groups, strict=True):
         group["params"] = []
-        if type(part) in _FUSED_ON_CPU and not group.get("foreach"):
+        kinds = _FUSED_ON_CPU if flat.flats[0].is_cpu else _FUSED_ANYWHERE
+        if type(part) in kinds and not group.get("foreach"):
             group["fused"] = group["fused"] is not False
     for piece in flat.pieces:
         for own in slices[piece.segment]:
