@@ -28,6 +28,7 @@ NO_OUTCOME = {
     "batch_loss.recompute",
     "carry.buddy",
     "compression.buddy",
+    "compute.graphs",
     "tables.buddy",
     "weights_from.path",
     "weights_from.step",

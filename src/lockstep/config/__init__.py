@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from lockstep.config.sections import (
         CheckpointConfig,
         CompressionConfig,
+        ComputeConfig,
         ConvergenceConfig,
         DataConfig,
         EarlyStoppingConfig,
@@ -53,6 +54,7 @@ __all__ = [
     "Beta",
     "CheckpointConfig",
     "CompressionConfig",
+    "ComputeConfig",
     "Config",
     "ConvergenceConfig",
     "Count",

@@ -127,7 +127,7 @@ def in_words(annotation: Any, metadata: list[Any] | None = None) -> str:
     if origin in (Union, UnionType):
         return " or ".join(in_words(arg) for arg in args)
     if origin is Literal:
-        return ", ".join(f"`{value}`" for value in args)
+        return ", ".join(f"`{str(v).lower() if isinstance(v, bool) else v}`" for v in args)
     if origin in (tuple, list) and args:
         is_open = origin is list or args[-1] is Ellipsis
         many = "list" if is_open else _NUMBER_WORDS[len(args)] if len(args) < 5 else str(len(args))

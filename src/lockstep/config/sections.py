@@ -100,6 +100,15 @@ class PrecisionConfig(Section):
     """Steps without overflow before the loss scale is doubled (fp16)."""
 
 
+class ComputeConfig(Section):
+    """How a microbatch is computed; it never decides what is computed."""
+
+    graphs: Literal["auto", True, False] = Field(default="auto", json_schema_extra=NO_OUTCOME)
+    """On a GPU: launch all kernels of a microbatch at once (CUDA graphs). `auto`: where that is
+    quicker, and no code runs between steps; `true`: also where such code changes what a loss reads
+    in tensors on the GPU only, in place."""
+
+
 class EarlyStoppingConfig(Section):
     """Stop when `watch` has not improved for `patience` evaluations."""
 
@@ -185,9 +194,8 @@ class CompressionConfig(Section):
     """Add what was cut off a microbatch's gradient to its next one, at the cost of a copy of the
     gradient for each microbatch."""
     buddy: bool = Field(default=False, json_schema_extra=NO_OUTCOME)
-    """Keep what was cut off on the next rank too, where survivors can go on: sends a whole gradient
-    for each microbatch in each step. Without, the loss of a rank takes training back to the newest
-    checkpoint."""
+    """As `carry.buddy`, of what was cut off: sends a whole gradient for each microbatch in each
+    step."""
 
 
 class LocalConfig(Section):
@@ -210,8 +218,7 @@ class TablesConfig(Section):
     """Tables whose rows are distributed over ranks (`lockstep.nn.SparseEmbedding`)."""
 
     buddy: bool = Field(default=True, json_schema_extra=NO_OUTCOME)
-    """Keep rows on the next rank too, where survivors can go on. Without, the loss of a rank takes
-    training back to the newest checkpoint."""
+    """As `carry.buddy`, of rows."""
 
 
 class MeshConfig(Section):

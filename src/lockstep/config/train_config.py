@@ -24,6 +24,7 @@ from lockstep.config.sections import (
     CarryConfig,
     CheckpointConfig,
     CompressionConfig,
+    ComputeConfig,
     ConvergenceConfig,
     DataConfig,
     EarlyStoppingConfig,
@@ -82,6 +83,7 @@ class TrainConfig(Section):
     """Where ranks compute; `auto` is a GPU for each rank if the host has that many, else the CPU.
     The hash holds the word, not the device found."""
 
+    compute: ComputeConfig = Field(default=ComputeConfig(), json_schema_extra=NO_OUTCOME)
     batch_loss: BatchLossConfig = Field(default=BatchLossConfig(), json_schema_extra=NO_OUTCOME)
     local: LocalConfig = LocalConfig()
     compression: CompressionConfig = CompressionConfig()

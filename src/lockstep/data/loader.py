@@ -143,14 +143,19 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """Move all tensors in nested lists, tuples and dicts; other values stay as they are."""
     if device.type == "cpu":
         return batch
+    return with_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def with_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    """A batch with other tensors in nested lists, tuples and dicts; other values stay."""
     if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
+        return change(batch)
     if isinstance(batch, dict):
-        return {k: to_device(v, device) for k, v in batch.items()}
+        return {k: with_tensors(v, change) for k, v in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(v, device) for v in batch))
+        return type(batch)(*(with_tensors(v, change) for v in batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(to_device(v, device) for v in batch)
+        return type(batch)(with_tensors(v, change) for v in batch)
     return batch
 
 

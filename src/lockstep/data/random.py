@@ -110,12 +110,16 @@ def kept_generators() -> Iterator[None]:
 
 def global_state() -> object:
     """The state of all global generators, to be compared with `==`; takes some 50 us."""
-    numpys = np.random.get_state(legacy=False)
-    states = [torch.default_generator.get_state()]
-    if torch.cuda.is_available():
-        states.append(torch.cuda.get_rng_state())
-    torchs = [s.numpy().tobytes() for s in states]
-    return torchs, random.getstate(), numpys["state"]["key"].tobytes(), numpys["state"]["pos"]
+    if not torch.cuda.is_available():
+        return host_state()
+    return host_state(), torch.cuda.get_rng_state().numpy().tobytes()
+
+
+def host_state() -> object:
+    """As `global_state`, of the generators that need no GPU."""
+    torchs = torch.default_generator.get_state().numpy().tobytes()
+    numpys = np.random.get_state(legacy=False)["state"]
+    return torchs, random.getstate(), numpys["key"].tobytes(), numpys["pos"]
 
 
 def _drawn_seed() -> int:

@@ -28,6 +28,7 @@ from lockstep.engine.optimizer.schedulers import build_schedulers
 from lockstep.engine.passes.batch_loss import check_batch_loss_fits
 from lockstep.engine.passes.buffers import ForwardState
 from lockstep.engine.passes.compute import Compute
+from lockstep.engine.passes.graphs import check_graphs_fit
 from lockstep.engine.passes.stages import stages_of
 from lockstep.engine.placement import Placement
 from lockstep.engine.recovery.replica_checks import check_same, check_start
@@ -118,6 +119,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     model, compute, optimizer = on_all(lambda: built(task, config, runtime.device))
     local = compute.local.optimizer if compute.local else None
     schedulers = on_all(lambda: build_schedulers(task, local or optimizer, config))
+    on_all(lambda: check_graphs_fit(config, runtime.device, compute, model, task_state))
     sizes = {"mesh.pp": config.mesh.pp, "mesh.tp": config.mesh.tp}
     on_all(lambda: check_tables_fit(compute.lookups.tables, sizes))
     check_start(transport, model)

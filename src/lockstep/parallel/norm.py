@@ -156,10 +156,10 @@ class ScatteredNorms:
 def combined(norms: Sequence[Tensor]) -> float:
     """The norm of everything, of the norms of the blocks of each segment."""
     # hypot scales its arguments, so that squares of large or tiny norms do not over- or underflow.
-    return math.hypot(*(norm for part in norms for norm in _few(part).tolist()))
+    return math.hypot(*(norm for part in norms for norm in few(part).tolist()))
 
 
-def _few(norms: Tensor) -> Tensor:
+def few(norms: Tensor) -> Tensor:
     """At most `_FEW` norms of the same vector, in an order that depends on their number alone."""
     while norms.shape[0] > _FEW:
         missing = -len(norms) % BLOCK

@@ -208,6 +208,11 @@ class StepAudit:
         self._step, self._first, self._suspects, self._is_given_up = -1, None, [], False
 
     @property
+    def is_second(self) -> bool:
+        """Whether the step is being done again."""
+        return self._passes.is_second
+
+    @property
     def is_suspicious(self) -> bool:
         """Whether the step is to be done again."""
         is_first = not self._passes.is_second and not self._is_given_up

@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch.autograd import Variable
 from torch.overrides import has_torch_function
 
 from lockstep.engine.passes.block_storage import BlockStorage
-from lockstep.engine.passes.buffers import ForwardState
+from lockstep.engine.passes.buffers import ForwardState, same_bits
 from lockstep.engine.passes.compute import copied
 from lockstep.engine.passes.stages import PartialLeaves, StagePart
 from lockstep.engine.task import Loss, Number
@@ -115,6 +116,22 @@ class Forwarded:
         fetch = self.fetch
         self.loss, self.weight, self.is_scaled = loss, weight, True
         self.fetch = lambda: [*scalars, *fetch()[self.num_scalars :]]
+
+
+class Leaf(NamedTuple):
+    """What a microbatch adds to the sums of a step, on its device."""
+
+    tensors: list[Tensor | None]
+    """Gradients, None where there is none, and changes of buffers."""
+    numbers: Tensor
+    """Scalars and then counters: float64 [num_scalars + num_counters]."""
+
+    def is_same(self, other: Leaf) -> bool:
+        """Whether both are equal to the bit."""
+        return same_bits(self.numbers, other.numbers) and all(
+            one is two if one is None or two is None else same_bits(one, two)
+            for one, two in zip(self.tensors, other.tensors, strict=True)
+        )
 
 
 class Backward:
@@ -217,6 +234,30 @@ class Backward:
         gradients = [p.grad for p in self._parameters]
         self._clear()
         return [*gradients, *part.deltas], part.scalars, part.counters
+
+    def on_device(self, total: Tensor, scalars: list[Number], loss_scale: float) -> Leaf:
+        """As `forwarded` and `leaf`, of a model in one stage; waits for nothing.
+
+        Args:
+            total: sum of the loss.
+            scalars: sum and weight of the loss, then those of the metrics.
+            loss_scale: factor of the loss in the backward pass, 1 for none.
+        """
+        deltas, counters = self._state.collect()
+        device = total.device
+        values = [
+            v.detach().double()
+            if isinstance(v, Tensor) and v.device == device
+            else torch.full((), float(v), dtype=torch.float64, device=device)
+            for v in (*scalars, *counters)
+        ]
+        numbers = torch.stack(values)
+        backward(total if loss_scale == 1.0 else total * loss_scale)
+        for delta in deltas:
+            delta.mul_(numbers[1].to(delta.dtype))
+        gradients = [p.grad for p in self._parameters]
+        self._clear()
+        return Leaf([*gradients, *deltas], numbers)
 
     def _partial_leaves(self) -> PartialLeaves:
         if self._partial is None:

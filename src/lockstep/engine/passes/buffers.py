@@ -180,12 +180,20 @@ class ForwardState:
         self.num_counters = len(self._counters)
         self.flat = FlatTensors([floats], "buffer")
         self._buffers = self.flat.tensors
-        self.mark()
+        self._committed = [b.clone() for b in self._buffers]
+        self._committed_counters = [c.clone() for c in self._counters]
 
     def mark(self) -> None:
         """Take the buffers' present values as the committed ones."""
-        self._committed = [b.clone() for b in self._buffers]
-        self._committed_counters = [c.clone() for c in self._counters]
+        if self._buffers:
+            torch._foreach_copy_(self._committed, self._buffers)
+        if self._counters:
+            torch._foreach_copy_(self._committed_counters, self._counters)
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """What `restore` puts back; the same tensors in every step."""
+        return [*self._committed, *self._committed_counters]
 
     def fetch(self) -> None:
         """Give modules copies for a forward pass, which its backward pass may read much later.

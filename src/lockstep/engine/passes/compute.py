@@ -65,7 +65,7 @@ class Compute:
         Raises:
             TaskError: the task did not say.
         """
-        seed_all(random_key(self._seed, Stream.FORWARD, step, microbatch))
+        seed_all(self.key(step, microbatch))
         if not self.has_carry:
             return self.lookups.wanted(batch)
         carry = self._carry(microbatch, batch, carries or Carries())
@@ -109,7 +109,7 @@ class Compute:
                 wanted = self.wanted(step, microbatch, batch, carries)
                 fetched = self.lookups.at_start(wanted, trains=True)
             self.lookups.fetch(fetched)
-        seed_all(random_key(self._seed, Stream.FORWARD, step, microbatch))
+        seed_all(self.key(step, microbatch))
         loss: Loss
         if self.local is not None:
             loss = self._stepped(self.local, phase, microbatch, batch, carries or Carries())
@@ -119,15 +119,34 @@ class Compute:
             loss = self._alone(self.batch_loss, step, microbatch, batch)
             self._check_metrics(phase, loss)
             return loss
+        if not self.has_carry:
+            return self.loss(step, batch)
         with self._open(), self._autocast():
-            if self.has_carry:
-                loss = self._carried_on(phase, microbatch, batch, carries or Carries())
-            else:
-                loss = phase.loss(self._model, batch)
-        self.watched.check()
-        self._check_stage(place(phase))
+            loss = self._carried_on(phase, microbatch, batch, carries or Carries())
         self._check(phase, loss)
         return loss
+
+    def loss(self, step: int, batch: Any) -> Loss:
+        """The loss of a microbatch that carries nothing, with the random state that there is.
+
+        Raises:
+            TaskError: the loss did not return what it must.
+            StageDone: this rank does not compute the last block of a pipeline.
+        """
+        phase = self.phases.at(step)
+        with self._open(), self._autocast():
+            loss: Loss = phase.loss(self._model, batch)
+        self._check(phase, loss)
+        return loss
+
+    def enter_forward(self, step: int, microbatch: int) -> None:
+        """Set the random state of a microbatch's forward pass."""
+        self.guard.enter((step, microbatch))
+        seed_all(self.key(step, microbatch))
+
+    def key(self, step: int, microbatch: int) -> int:
+        """The seed of a microbatch's forward pass, 63 bits."""
+        return random_key(self._seed, Stream.FORWARD, step, microbatch)
 
     def steady_loss(self, batch: Any) -> Loss:
         """The loss of a batch in the first step, without autocast.
@@ -156,7 +175,7 @@ class Compute:
             TaskError: the outputs are not what they must be.
         """
         self.guard.enter((step, microbatch))
-        seed_all(random_key(self._seed, Stream.FORWARD, step, microbatch))
+        seed_all(self.key(step, microbatch))
         with self._open(), self._autocast():
             rows = batch_loss.rows(batch)
         self.watched.check()
@@ -203,6 +222,8 @@ class Compute:
             TaskError: it is.
         """
         where = place(phase)
+        self.watched.check()
+        self._check_stage(where)
         check_loss(where, loss)
         check_has_gradient(where, loss)
         self._check_metrics(phase, loss)

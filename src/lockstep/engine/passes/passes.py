@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,15 +17,17 @@ from lockstep.config import TrainConfig
 from lockstep.engine.carry.distributed_carries import DistributedCarries
 from lockstep.engine.faults import FaultsInside
 from lockstep.engine.flat_tensors import FlatTensors
-from lockstep.engine.passes.backward import Backward, Forwarded
+from lockstep.engine.passes.backward import Backward, Forwarded, Leaf
 from lockstep.engine.passes.batch_loss import BatchLoss
 from lockstep.engine.passes.block_storage import BlockStorage
 from lockstep.engine.passes.buffers import ForwardState, same_bits
 from lockstep.engine.passes.compute import Compute, copied
+from lockstep.engine.passes.graphs import whole_passes
 from lockstep.engine.passes.precision import LossScale
 from lockstep.engine.passes.rows import Rows, gather
 from lockstep.engine.placement import Placement
 from lockstep.engine.runtime import Raised, Runtime
+from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.tables.step_tables import Tables
 from lockstep.engine.timing import Stopwatch
 from lockstep.errors import TaskError
@@ -53,6 +54,7 @@ class StepParts:
         tables: tables whose rows are distributed; None if the model has none.
         storage: where gradients, or parameters too, are while their block is not computed; None if
             they are whole in memory.
+        task_state: the task and its hooks.
     """
 
     runtime: Runtime
@@ -66,6 +68,7 @@ class StepParts:
     carries: DistributedCarries | None
     tables: Tables | None
     storage: BlockStorage | None
+    task_state: TaskState
 
 
 @dataclass
@@ -88,22 +91,22 @@ class Passes:
 
     Attributes:
         num_scalars: number of a leaf's scalars: sum and weight of the loss and of each metric.
-        losses: loss sum of each microbatch of the step, by its number.
         loss_digest: digest of the step's loss over the whole batch; 0 if it is no such one.
         counters: what the microbatches of the step have made of each counter; -inf if none has.
+        is_again: whether the step is done again, to be compared.
     """
 
     def __init__(self, parts: StepParts, flat: FlatTensors) -> None:
         self._runtime, self._placement, self._watch = parts.runtime, parts.placement, parts.watch
         self._model, self._compute, self._state = parts.model, parts.compute, parts.state
-        self._loss_scale, self._tables, self._storage = (
-            parts.loss_scale, parts.tables, parts.storage,
-        )  # fmt: skip
+        self._loss_scale, self._storage = parts.loss_scale, parts.storage
+        self._tables = parts.tables
         # Compression keeps carries of its own, which no microbatch sees.
         self._carries = parts.carries if parts.compute.has_carry else None
         self._recomputes = parts.config.batch_loss.recompute
         self._inside = FaultsInside(parts.model, parts.runtime.at)
         self.num_scalars = 2 + 2 * len(parts.compute.metrics)
+        self._parts, self.is_again = parts, False
         self._scalars = torch.zeros(self.num_scalars, dtype=torch.float64)
         self._numbers = self._scalars.numpy()
         self.use(flat)
@@ -118,15 +121,25 @@ class Passes:
         self._flat = flat
         self._backward = Backward(self._model, list(flat.tensors), self._state, self._storage)
         self._num_tensors = len(flat.tensors) + len(self._state.flat.tensors)
+        self._whole = whole_passes(self._parts, self._backward)
 
     def begin(self, step: int) -> None:
         """Forget what is left of the step before, or of another try of this one."""
         # What an evaluation or a hook has left in `grad` would be added to the first leaf.
         self._backward.clear_gradients()
         self._inside.step = self._placement.step = step
-        self.losses: dict[int, float] = {}
+        self._losses: dict[int, float] = {}
+        self._there: dict[int, Tensor] = {}
         self.loss_digest = 0
         self.counters = [-math.inf] * self._state.num_counters
+        if self._whole is not None:
+            self._whole.begin(step)
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """The loss sum of each microbatch of the step, by its number."""
+        self._settle()
+        return self._losses
 
     def look_up(self, step: int, microbatches: Assigned, batches: Iterator[Any]) -> Iterator[Any]:
         """Have the rows of tables that a step's microbatches need; the same batches again.
@@ -172,7 +185,7 @@ class Passes:
             self._run_over_batch(self._compute.batch_loss, step, numbers, batches, sums)
             return
         watch = self._watch
-        passed: dict[tuple[int, int], Forwarded | None] = {}
+        passed: dict[tuple[int, int], Forwarded | Leaf | None] = {}
         # A loss may change its batch, and each stage computes it from the beginning.
         copies: dict[int, Any] = {}
         for kind, microbatch, stage in passes:
@@ -195,6 +208,9 @@ class Passes:
             self._runtime.heartbeat.beat()
             self._runtime.at("compute", step)
         self._placement.stage_order.finish()
+        if self._there and (self._state.num_counters or self._placement.world.size > 1):
+            self._settle()  # else a wait for this rank's GPU would count as one for other ranks
+            watch.compute_s += watch.lap()
 
     def _run_over_batch(
         self,
@@ -292,14 +308,17 @@ class Passes:
         if self._storage is not None:
             self._storage.restart()
 
-    def _forward(self, step: int, microbatch: int, batch: Any) -> Forwarded | None:
-        """The forward pass of a microbatch; None if there is nothing in it."""
+    def _forward(self, step: int, microbatch: int, batch: Any) -> Forwarded | Leaf | None:
+        """The forward pass of a microbatch, or all of it; None if there is nothing in it."""
         if batch is None:
             if self._storage is not None:
                 self._storage.skip_forward()
             if self._carries is not None:
                 self._carries.make(microbatch, self._carries.of(microbatch))
             return None
+        if self._whole is not None:
+            self._whole.is_eager = self.is_again
+            return self._whole.leaf(step, microbatch, batch)
         self._backward.begin()
         try:
             fetched = self._tables.of(microbatch) if self._tables is not None else None
@@ -323,11 +342,15 @@ class Passes:
         self,
         step: int,
         microbatch: int,
-        passed: Forwarded | None,
+        passed: Forwarded | Leaf | None,
         sums: LeafSums,
         completes: bool,
     ) -> None:
         """The backward pass of a stage, and if it completes a leaf, that into the tree."""
+        if isinstance(passed, Leaf):
+            sums.add(passed.tensors, passed.numbers[: self.num_scalars])
+            self._there[microbatch] = passed.numbers.clone()
+            return
         if passed is None:
             if not completes:
                 return
@@ -350,7 +373,7 @@ class Passes:
             self._tables.add(microbatch)
         leaf, scalars, counted = made
         # Kept for the message that names the microbatch, should the sum not be finite.
-        self.losses[microbatch] = scalars[0]
+        self._losses[microbatch] = scalars[0]
         try:
             sums.add(leaf, self._staged(scalars))
         except LateGradientError as late:
@@ -360,19 +383,22 @@ class Passes:
                 "the model's blocks, or read it after the model was called, or set "
                 "sharding=optimizer"
             ) from None
+        self._count(counted)
+
+    def _count(self, counted: Sequence[float]) -> None:
         # Every microbatch counts on from the same committed value, so the greatest is what one of
         # them has come to, whichever rank computed it; a sum would depend on their number.
         self.counters = [max(pair) for pair in zip(self.counters, counted, strict=True)]
+
+    def _settle(self) -> None:
+        """Fetch the numbers of leaves that are on the device."""
+        rows = torch.stack([*self._there.values()]).tolist() if self._there else []
+        for microbatch, row in zip(self._there, rows, strict=True):
+            self._losses[microbatch] = row[0]
+            self._count(row[self.num_scalars :])
+        self._there.clear()
 
     def _staged(self, values: list[float]) -> Tensor:
         """A leaf's scalars as a tensor, whose memory the next leaf's take."""
         self._numbers[:] = values
         return self._scalars.to(self._runtime.device)
-
-
-def fill(tensor: Tensor, values: list[float]) -> None:
-    """Overwrite a tensor, float64 [len(values)]; several times faster than by `torch.tensor`."""
-    if tensor.is_cpu:
-        tensor.numpy()[:] = values
-    else:
-        tensor.copy_(torch.from_numpy(np.array(values)))

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from lockstep.engine.checkpoint.run_directory import DIRECTORY_LOST
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.passes.loss_checks import check_weight, non_finite_gradient, non_finite_loss
-from lockstep.engine.passes.passes import Passes, StepParts, fill
+from lockstep.engine.passes.passes import Passes, StepParts
 from lockstep.engine.runtime import Raised, shared_error
 from lockstep.engine.step.workspace import Workspace
 from lockstep.engine.task.task_config import LengthReads
@@ -192,7 +194,7 @@ class StepSums:
             travels = False
         if not isinstance(reduction, Rounds):  # these have summed by now
             if travels:
-                fill(reduction.header, own.pack())
+                _fill(reduction.header, own.pack())
             reduction.reduce()
             if travels:
                 # One `tolist` for all: on a GPU each item would be a message and a wait.
@@ -215,7 +217,7 @@ class StepSums:
         """The headers of all ranks, in a message of their own, which comes before the sums."""
         world, packed = self._placement.world, own.pack()
         values = torch.empty(len(packed), dtype=torch.float64, device=self._runtime.device)
-        fill(values, packed)
+        _fill(values, packed)
         everyone = values.new_empty(world.size * len(values))
         world.all_gather(values, everyone, [len(values)] * world.size)
         return [Header.unpack(values) for values in everyone.view(world.size, -1).tolist()]
@@ -255,3 +257,11 @@ class StepSums:
                 self._runtime.transport, step, losses, is_divided, self._passes.is_over_batch
             )
         check_weight(scalars[1], step)
+
+
+def _fill(tensor: Tensor, values: list[float]) -> None:
+    """Overwrite a tensor, float64 [len(values)]; several times faster than by `torch.tensor`."""
+    if tensor.is_cpu:
+        tensor.numpy()[:] = values
+    else:
+        tensor.copy_(torch.from_numpy(np.array(values)))

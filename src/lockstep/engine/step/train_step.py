@@ -106,7 +106,7 @@ class TrainStep:
             self.tables = Tables(runtime, config, placement, compute.lookups.tables, total_steps)
         self._parts = parts = StepParts(
             runtime, config, model, compute, state, placement, self.loss_scale, self.watch,
-            self.carries, self.tables, self._storage,
+            self.carries, self.tables, self._storage, task_state,
         )  # fmt: skip
         self._passes = Passes(parts, flat)
         self._sums = StepSums(parts, self._passes, length_reads(task_state.task.config))
@@ -195,6 +195,7 @@ class TrainStep:
             self.placement.refresh()
             self._constants.mark(step)
             self._audit.begin(step)
+            self._passes.is_again = self._audit.is_second
             self._passes.run(step, self.workspace.passes, batches, self.workspace.leaves)
             self._audit.end()
             self._constants.check(f"step {step}")
@@ -224,7 +225,7 @@ class TrainStep:
             step, self.workspace, error, self._audit.is_suspicious, settings, order
         )
         self._runtime.at("reduced", step)
-        scalars = self.workspace.reduction.total.scalars.tolist()
+        scalars = self.workspace.scalars()
         self._audit.check_failed(headers)
         self._sums.check(step, error, headers, scalars)
         if len(headers) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ from lockstep.parallel.norm import (
     ScatteredNorms,
     block_norms,
     combined,
+    few,
     global_norm,
     in_blocks,
     sharded_block_norms,
@@ -151,6 +153,7 @@ class Workspace:
         if isinstance(self.reduction, Rounds):
             self.buffer_sums = [torch.zeros_like(f) for f in state.flat.flats]
         self.stepped = [self._stepped(s, rank, with_buddy) for s in range(num_segments)]
+        self._ahead: float | None = None
         self._blocks = [in_blocks(of_segment[0].gradient) for of_segment in self.stepped]
         self._with_buddy = with_buddy and self._transport.size > 1
         self.every_slice = [own for of_segment in self.stepped for own in of_segment]
@@ -219,8 +222,24 @@ class Workspace:
         """Whether to begin early to gather so many bytes."""
         return self._transport.runs_ahead(num_bytes)
 
+    def scalars(self) -> list[float]:
+        """The sums of loss and metrics over the global batch.
+
+        On a GPU, where each message is a wait, those that `norm` needs come with them.
+        """
+        scalars, self._ahead = self.reduction.total.scalars, None
+        if not scalars.is_cuda or self._sharded or self._placement.is_split:
+            return list(scalars.tolist())
+        norms = [few(block_norms(blocks)).double() for blocks in self._blocks]
+        values = torch.cat([scalars, *norms]).tolist()
+        self._ahead = math.hypot(*values[len(scalars) :])
+        return values[: len(scalars)]
+
     def norm(self) -> float:
         """The norm of the summed gradient; a collective if sharded or split."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            return ahead
         # Every rank has all blocks then, and computes the same number without a message.
         if not (self._sharded or self._placement.is_split):
             return global_norm(self._blocks)
