@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.config import CheckpointConfig, OptimizerConfig, PrecisionConfig
+from lockstep.config import CheckpointConfig, ComputeConfig, OptimizerConfig, PrecisionConfig
 from lockstep.launching.api import Session, run
 from lockstep.launching.rank.environment import detect
 from lockstep.observe import read_events
@@ -68,6 +68,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoint-every", type=int, help="steps; none by default")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of autocast")
+    parser.add_argument("--no-graphs", action="store_true", help="launch each kernel by itself")
     return parser.parse_args()
 
 
@@ -86,6 +87,7 @@ def main() -> None:
         optimizer=OptimizerConfig(name="adam"),
         threads=args.threads,
         device=args.device,
+        compute=ComputeConfig(graphs=False if args.no_graphs else "auto"),
         precision=PrecisionConfig(dtype=args.dtype),
         log_every=args.steps,
         checkpoint=CheckpointConfig(every=args.checkpoint_every or total + 1),
