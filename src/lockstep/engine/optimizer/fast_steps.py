@@ -287,8 +287,9 @@ def _kept(optimizer: optim.Optimizer, group: dict[str, Any]) -> list[dict[str, A
         first = group["params"][0]
         is_plain = (parameter.dtype, parameter.device) == (first.dtype, first.device)
         # Where its kernel cannot count, torch has the count on the CPU.
-        is_plain &= bool(state) and state["step"].device == first.device
-        if not is_plain or parameter.grad is None:
+        if not (is_plain and state and state["step"].device == first.device):
+            return None
+        if parameter.grad is None:
             return None
         states.append(state)
     return states

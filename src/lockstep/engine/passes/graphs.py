@@ -13,7 +13,7 @@ steps 1, 2, 4, 8, … and before checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -50,7 +50,7 @@ class Refused(Exception):
     """Why a pass is not captured; empty if that is nothing to tell."""
 
 
-class _Rehearsal(TorchDispatchMode):
+class _Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses what waits for the GPU, as far as torch says it of an operation.
 
     Not by torch's mode that finds all such waits: other threads, which write checkpoints, may wait.
@@ -73,7 +73,7 @@ class Capture:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._before = 0
 
     def begin(self) -> None:
@@ -179,13 +179,14 @@ def _divided(config: TrainConfig, compute: Compute, model: nn.Module) -> str:
 
 def _hooked(model: nn.Module) -> str:
     """Which module or parameter has a hook of torch, in words; empty if none has."""
-    there = ["all modules"] if nn.modules.module._has_any_global_hook() else []
+    is_global = nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
+    there = ["all modules"] if is_global else []
     for name, module in model.named_modules():
         hooks: tuple[Any, ...] = (module._forward_hooks, module._forward_pre_hooks)
         if any((*hooks, module._backward_hooks, module._backward_pre_hooks)):
             there.append(f"module {name}".rstrip())
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             there.append(f"parameter {name}")
     return f"{there[0]}: has a hook of torch, which Python has to call" if there else ""
 
@@ -295,16 +296,14 @@ class WholePasses:
         scalars = self._compute.scalars(step, loss)
         return self._backward.on_device(loss.sum, scalars, self._loss_scale.value)
 
-    def _replayed(
-        self, graph: _Graph, step: int, microbatch: int, leaves: Sequence[Tensor]
-    ) -> Leaf:
+    def _replayed(self, graph: _Graph, step: int, microbatch: int, leaves: list[Tensor]) -> Leaf:
         torch._foreach_copy_(graph.inputs, leaves)
         seed_torch(self._compute.key(step, microbatch))
         graph.replay()
         return graph.leaf
 
     def _captured(
-        self, capture: Capture, step: int, microbatch: int, batch: Any, leaves: Sequence[Tensor]
+        self, capture: Capture, step: int, microbatch: int, batch: Any, leaves: list[Tensor]
     ) -> _Graph | None:
         """A graph for batches of these shapes; None if it would be no quicker.
 
@@ -323,7 +322,7 @@ class WholePasses:
         try:
             self._compute.enter_forward(step, microbatch)
             before = host_state()
-            with _Rehearsal():
+            with _Rehearsal():  # type: ignore[no-untyped-call]
                 compute()
             if host_state() != before:
                 raise Refused(
