@@ -187,7 +187,7 @@ def state_is_new(record: Record) -> bool:
     return not record.generation and not record.has_left
 
 
-Ranks.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Ranks.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestRanks = Ranks.TestCase
 
 

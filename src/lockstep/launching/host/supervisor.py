@@ -207,7 +207,8 @@ class Processes:
         signal.set_wakeup_fd(wake.fileno())
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for signum in _FORWARDED:
-            signal.signal(signum, self.forward)
+            if not (has_terminal and signal.getsignal(signum) is signal.SIG_IGN):  # nohup
+                signal.signal(signum, self.forward)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ)
 
