@@ -79,8 +79,11 @@ class ToRank:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> ToRank:
         """The inverse of `to_json`."""
-        lists = {name: tuple(values[name]) for name in ("members", "store") if name in values}
-        return cls(**values | lists)
+        given = dict(values)
+        for name in ("members", "store"):
+            if name in values:
+                given[name] = tuple(values[name])
+        return cls(**given)
 
     def encode(self) -> bytes:
         """As a packet."""

@@ -53,7 +53,8 @@ class Election:
 
     def holder(self) -> dict[str, Any] | None:
         """What the present coordinator has said of itself; None if there is none."""
-        return self._value(self._key("coordinator"))
+        found: dict[str, Any] | None = self._value(self._key("coordinator"))
+        return found
 
     def campaign(self, value: dict[str, Any]) -> bool:
         """Become the coordinator, if there is none.
