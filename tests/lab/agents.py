@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.conftest import environment, result
 
-from lockstep.launching.host.processes import is_alive, variable
+from lockstep.launching.host.processes import children, is_alive, variable
 from lockstep.observe import read_events
 
 TASK = """
@@ -63,10 +63,13 @@ class Agents:
         )  # fmt: skip
 
     def coordinator(self):
-        """The host of the coordinator: its agent alone has imported torch, for the store."""
+        """The host of the coordinator: the store is a child of its agent."""
         pids = {host: process.pid for host, process in self.processes.items()}
-        maps = {host: Path(f"/proc/{pid}/maps").read_text() for host, pid in pids.items()}
-        return next(host for host, text in maps.items() if "libtorch" in text)
+        lines = {
+            host: [Path(f"/proc/{child}/cmdline").read_bytes() for child in children(pid)]
+            for host, pid in pids.items()
+        }
+        return next(host for host, found in lines.items() if b"hosted_store" in b"".join(found))
 
     def on_host(self, host):
         argv = ["ip", "netns", "pids", f"{self.lab.name}-h{host}"]

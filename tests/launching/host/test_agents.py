@@ -16,6 +16,7 @@ import pytest
 from tests.conftest import environment
 
 from lockstep.launching.host.parent_watch import bound_to_parent
+from lockstep.launching.host.processes import children
 
 LOOP = """
 import os, sys, time
@@ -49,7 +50,7 @@ class Run:
 
     def start(self, *options: str) -> subprocess.Popen[bytes]:
         argv = [sys.executable, "-m", "lockstep", "agent", "--rendezvous", self.address]
-        argv += ["--hosts", "2", "--host-timeout", "1", *options]
+        argv += ["--hosts", "2", "--host-timeout", "2", *options]
         return subprocess.Popen(
             [*argv, "--", str(self.folder / "loop.py"), str(self.folder)],
             env=environment(cold=True), stdout=self.log, stderr=self.log,
@@ -111,7 +112,9 @@ def test_a_signal_ends_agents_that_wait_and_those_that_train(tmp_path: Path) -> 
     run.wait_for(lambda: _listens(run.address))
     alone.terminate()
     assert alone.wait(10) == 143
-    both = [run.start(), run.start()]
+    both = [run.start()]
+    run.wait_for(lambda: _listens(run.address))
+    both.append(run.start())
     run.wait_for(lambda: run.generation(0))
     both[1].send_signal(signal.SIGINT)  # ends its rank, and the other goes on without it
     run.wait_for(lambda: run.generation(0)[0] == "2")
@@ -180,9 +183,12 @@ def test_with_etcd_ranks_outlive_the_coordinator_and_a_server(tmp_path: Path) ->
 
 
 def coordinator(agents: list[subprocess.Popen[bytes]]) -> int:
-    """Which agent is the coordinator's home: it alone has imported torch, for the store."""
-    maps = [Path(f"/proc/{agent.pid}/maps").read_text() for agent in agents]
-    return next(number for number, text in enumerate(maps) if "libtorch" in text)
+    """Which agent is the coordinator's home: the store is a child of it."""
+    return next(n for n, agent in enumerate(agents) if any(map(is_store, children(agent.pid))))
+
+
+def is_store(pid: int) -> bool:
+    return b"hosted_store" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def free_port() -> int:

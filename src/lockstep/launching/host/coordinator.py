@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import selectors
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -27,11 +28,18 @@ from lockstep.comm.torchdist.supervision import FromRank
 from lockstep.launching.host.election import Election, Unreachable
 from lockstep.launching.host.group import KILLED, Order, Record
 from lockstep.launching.host.line import Line, Terms
-from lockstep.launching.host.supervisor import Leader, hosted_store
+from lockstep.launching.host.supervisor import Leader
 
 _HELLO_S = 8.0
 """Seconds that who connects may take to say what it is."""
 _PART_S = 1.0
+_HOST_STORE = """
+import socket, sys
+del sys.path[0]  # the working directory, whose modules would hide others of their names
+from lockstep.launching.host.supervisor import hosted_store
+store = hosted_store(socket.socket(fileno=int(sys.argv[1])))
+sys.stdin.read()
+"""
 _LOST_WITH_HOST = 137
 """The exit code of a rank whose host is lost: that of a process that was killed."""
 
@@ -126,7 +134,7 @@ class Coordinator(Leader):
             os._exit(1)
 
     def _run(self) -> None:
-        threading.Thread(target=self._host_store, daemon=True).start()
+        self._host_store()
         beat_s = self._terms.host_timeout_s / 8
         while self._ended is None and self._is_holder():
             waits = [beat_s, *filter(None, [self.patience_s])]
@@ -170,7 +178,16 @@ class Coordinator(Leader):
         return self._is_elected
 
     def _host_store(self) -> None:
-        self._store = hosted_store(self._of_store)
+        # In a process of its own, since importing torch would keep this one from answering for
+        # seconds. It ends when its standard input does, with this process.
+        with self._of_store as listener:
+            fd = listener.fileno()
+            self._store = subprocess.Popen(
+                [sys.executable, "-c", _HOST_STORE, str(fd)],
+                stdin=subprocess.PIPE,
+                pass_fds=[fd],
+                start_new_session=True,
+            )
 
     def _accept(self) -> None:
         try:
