@@ -92,7 +92,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=30)
     arguments = parser.parse_args()
     source = random.Random(arguments.seed)
-    steps = f"steps={arguments.faults * 80}"
+    steps = f"steps={arguments.faults * 200}"
     root = Path(tempfile.mkdtemp(prefix="lockstep-hosts-"))
     sha = sha_alone(root, steps)
     with Lab(arguments.hosts) as lab:

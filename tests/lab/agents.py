@@ -14,7 +14,8 @@ from lockstep.launching.host.processes import children, is_alive, variable
 from lockstep.observe import read_events
 
 TASK = """
-import os, time
+import time
+from pathlib import Path
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -24,7 +25,7 @@ class Slow(ls.Task):
     class Config(ls.TrainConfig):
         batch_size: int = 6
         num_microbatches: int = 3
-        steps: int = 150
+        steps: int = 1500
         log_every: int = 1
         lr: float = 0.01
     def build_model(self): return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
@@ -32,7 +33,8 @@ class Slow(ls.Task):
         numbers = torch.arange(48.0).reshape(12, 4).sin()
         return TensorDataset(numbers) if split == "train" else None
     def loss(self, model, batch):
-        time.sleep(float(os.environ.get("PACE", 0)))
+        if Path("slowly").exists():
+            time.sleep(0.03)
         return ls.Loss(model(batch[0]).square().sum(), len(batch[0]))
 """
 TIMEOUT_S = 2.0
@@ -42,10 +44,11 @@ PORT = 29500
 class Agents:
     """Agents on the hosts of a lab, of one run."""
 
-    def __init__(self, lab, folder, *options, train=(), pace=0.03, rendezvous=f"h0:{PORT}"):
-        self.lab, self.folder, self.pace = lab, folder, pace
+    def __init__(self, lab, folder, *options, train=(), rendezvous=f"h0:{PORT}"):
+        self.lab, self.folder = lab, folder
         folder.mkdir(exist_ok=True)
         (folder / "slow.py").write_text(TASK)
+        (folder / "slowly").touch()
         self.options = [
             "--rendezvous", rendezvous, "--hosts", str(lab.num_hosts), "-n", "1",
             "--host-timeout", str(TIMEOUT_S), *options, "--", "train", "slow.py:Slow", *train,
@@ -58,7 +61,7 @@ class Agents:
         argv = [sys.executable, "-m", "lockstep", "agent", *more, *self.options]
         self.processes[host] = subprocess.Popen(
             self.lab.command(host, argv), cwd=self.folder,
-            env=environment(cold=True, PACE=str(self.pace)),
+            env=environment(cold=True),
             stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log,
         )  # fmt: skip
 
@@ -115,7 +118,8 @@ class Agents:
         return [row["world_size"] for row in self.rows("Recovered")]
 
     def codes(self, seconds=60.0):
-        """The exit codes of the agents, host by host."""
+        """The exit codes of the agents, host by host, once the run has gone on at full speed."""
+        (self.folder / "slowly").unlink(missing_ok=True)
         return [self.processes[host].wait(seconds) for host in sorted(self.processes)]
 
     def said(self):
@@ -123,20 +127,25 @@ class Agents:
         return (self.folder / "log").read_text(errors="replace")[-6000:]
 
 
-def start_etcd(lab, folder):
-    """A server of etcd on each host of a lab, with which these end; where agents meet by them."""
-    hosts = range(lab.num_hosts)
+@contextlib.contextmanager
+def etcd(lab, folder):
+    """A server of etcd on each host of a lab; yields where agents meet by them."""
+    hosts, servers = range(lab.num_hosts), []
     for host in hosts:
         client, peer = (f"http://{lab.address(host)}:{port}" for port in (2379, 2380))
         argv = ["etcd", "--name", f"h{host}", "--data-dir", str(folder / f"etcd{host}")]
         argv += ["--listen-client-urls", client, "--advertise-client-urls", client]
         argv += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
         peers = ",".join(f"h{other}=http://{lab.address(other)}:2380" for other in hosts)
+        command = lab.command(host, [*argv, "--initial-cluster", peers])
         with (folder / f"etcd{host}.log").open("ab") as log:
-            subprocess.Popen(
-                lab.command(host, [*argv, "--initial-cluster", peers]), stdout=log, stderr=log
-            )
-    return "etcd://" + ",".join(f"h{host}:2379" for host in hosts) + "/run"
+            servers.append(subprocess.Popen(command, stdout=log, stderr=log))
+    try:
+        yield "etcd://" + ",".join(f"h{host}:2379" for host in hosts) + "/run"
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait()
 
 
 def sha_alone(folder, *items):

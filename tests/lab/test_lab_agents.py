@@ -8,7 +8,7 @@ import time
 import pytest
 from benchmarks.lab import Lab
 from tests.conftest import result
-from tests.lab.agents import TIMEOUT_S, Agents, sha_alone, start_etcd
+from tests.lab.agents import TIMEOUT_S, Agents, etcd, sha_alone
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("machine_has_what_hosts_need")]
 
@@ -71,11 +71,9 @@ def test_a_signal_to_one_agent_stops_all_and_nothing_outlives_the_coordinator(tm
 
 @pytest.mark.skipif(shutil.which("etcd") is None, reason="Debian's package etcd-server has it")
 def test_with_etcd_no_host_has_to_stay(tmp_path):
-    sha = sha_alone(tmp_path, "steps=250")
-    with Lab(3) as lab:
-        where = start_etcd(lab, tmp_path)
-        options, steps = ("--host-timeout", "3"), ("steps=250",)
-        run = Agents(lab, tmp_path / "on hosts", *options, train=steps, rendezvous=where)
+    sha = sha_alone(tmp_path)
+    with Lab(3) as lab, etcd(lab, tmp_path) as where:
+        run = Agents(lab, tmp_path / "on hosts", "--host-timeout", "3", rendezvous=where)
         for host in range(3):
             run.start(host)
         run.wait_for(lambda: run.step() >= 5)
@@ -87,4 +85,4 @@ def test_with_etcd_no_host_has_to_stay(tmp_path):
         print(json.dumps({"the coordinator's host cut off": took}))
         assert run.codes() == [0, 0, 0], run.said()
     assert result(run.folder / "run")["params_sha256"] == sha
-    assert took < 15
+    assert took < 30

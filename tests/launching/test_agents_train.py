@@ -11,7 +11,7 @@ from tests.launching.host.test_agents import free_port
 
 from lockstep.observe import read_events
 
-STEPS = "steps=60"
+STEPS = "steps=400"
 
 
 @pytest.mark.slow
@@ -19,13 +19,13 @@ def test_a_training_survives_an_agent_and_takes_it_in_again(tmp_path, lockstep):
     (tmp_path / "slow.py").write_text(TASK)
     train = ["train", "slow.py:Slow", STEPS, "--run-dir"]
     assert lockstep(*train, "alone").returncode == 0
+    (tmp_path / "slowly").touch()
     argv = [sys.executable, "-m", "lockstep", "agent", "--rendezvous", f"127.0.0.1:{free_port()}"]
     argv += ["--hosts", "2", "--", *train, "run"]
 
     def start():
         said = (tmp_path / "said").open("ab")
-        env = environment(PACE="0.03")
-        return subprocess.Popen(argv, cwd=tmp_path, env=env, stdout=said, stderr=said)
+        return subprocess.Popen(argv, cwd=tmp_path, env=environment(), stdout=said, stderr=said)
 
     def wait_for(kind, number):
         deadline = time.monotonic() + 60
@@ -42,6 +42,8 @@ def test_a_training_survives_an_agent_and_takes_it_in_again(tmp_path, lockstep):
     wait_for("Recovered", 1)
     third = start()
     wait_for("Joined", 3)
+    (tmp_path / "slowly").unlink()
+    assert second.wait(60) == -9
     assert (first.wait(60), third.wait(60)) == (0, 0), (tmp_path / "said").read_text()
     run, alone = result(tmp_path / "run"), result(tmp_path / "alone")
     assert run["params_sha256"] == alone["params_sha256"]
