@@ -54,16 +54,15 @@ class Agents:
             "--host-timeout", str(TIMEOUT_S), *options, "--", "train", "slow.py:Slow", *train,
             "--run-dir", "run",
         ]  # fmt: skip
-        self.log = (folder / "log").open("ab")
         self.processes = {}
 
     def start(self, host, *more):
         argv = [sys.executable, "-m", "lockstep", "agent", *more, *self.options]
-        self.processes[host] = subprocess.Popen(
-            self.lab.command(host, argv), cwd=self.folder,
-            env=environment(cold=True),
-            stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log,
-        )  # fmt: skip
+        with (self.folder / "log").open("ab") as log:
+            self.processes[host] = subprocess.Popen(
+                self.lab.command(host, argv), cwd=self.folder, env=environment(cold=True),
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            )  # fmt: skip
 
     def coordinator(self):
         """The host of the coordinator: the store is a child of its agent."""
@@ -123,7 +122,6 @@ class Agents:
         return [self.processes[host].wait(seconds) for host in sorted(self.processes)]
 
     def said(self):
-        self.log.flush()
         return (self.folder / "log").read_text(errors="replace")[-6000:]
 
 

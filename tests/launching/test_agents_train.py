@@ -24,8 +24,8 @@ def test_a_training_survives_an_agent_and_takes_it_in_again(tmp_path, lockstep):
     argv += ["--hosts", "2", "--", *train, "run"]
 
     def start():
-        said = (tmp_path / "said").open("ab")
-        return subprocess.Popen(argv, cwd=tmp_path, env=environment(), stdout=said, stderr=said)
+        with (tmp_path / "said").open("ab") as said:
+            return subprocess.Popen(argv, cwd=tmp_path, env=environment(), stdout=said, stderr=said)
 
     def wait_for(kind, number):
         deadline = time.monotonic() + 60

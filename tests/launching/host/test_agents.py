@@ -46,15 +46,15 @@ class Run:
         self.folder = folder
         (folder / "loop.py").write_text(LOOP)
         self.address = rendezvous or f"127.0.0.1:{free_port()}"
-        self.log = (folder / "log").open("ab")
 
     def start(self, *options: str) -> subprocess.Popen[bytes]:
         argv = [sys.executable, "-m", "lockstep", "agent", "--rendezvous", self.address]
         argv += ["--hosts", "2", "--host-timeout", "2", *options]
-        return subprocess.Popen(
-            [*argv, "--", str(self.folder / "loop.py"), str(self.folder)],
-            env=environment(cold=True), stdout=self.log, stderr=self.log,
-        )  # fmt: skip
+        with (self.folder / "log").open("ab") as log:
+            return subprocess.Popen(
+                [*argv, "--", str(self.folder / "loop.py"), str(self.folder)],
+                env=environment(cold=True), stdout=log, stderr=log,
+            )  # fmt: skip
 
     def said(self, slot: int) -> list[list[str]]:
         """What a rank has written down: its process, a generation and its members."""

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from tests.conftest import environment
 
-from lockstep.errors import EnvironError, LaunchError
-from lockstep.launching.host import agent as agents
-from lockstep.launching.host import supervisor
+from lockstep.errors import LaunchError
 from lockstep.launching.host.agent import Rendezvous, rank_argv
 from lockstep.launching.host.coordinator import Coordinator
 from lockstep.launching.host.line import Line, Terms
@@ -52,7 +52,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def hello(line: socket.socket, name: str, **others: Any) -> Any:
-    said(line, terms={**vars(TERMS), **others}, id=name, host=name)
+    said(line, terms={**vars(TERMS), **others}, id=name, host=name, ranks=[])
     return line.makefile()
 
 
@@ -77,7 +77,8 @@ def test_hosts_get_slots_strangers_do_not_and_a_silent_host_is_lost(
             for line, slot in ((own, 0), (other, 1)):
                 meet = {"say": "meet", "generation": 0, "takes_in": True, "code": 1}
                 said(line, slot=slot, say=meet)
-            assert heard(of_other, "order")["order"] == {"generation": 1, "members": [0, 1]}
+            formed = heard(of_other, "order")["order"]
+            assert (formed["generation"], formed["members"]) == (1, [0, 1])
             # Only the other one is silent.
             for number in range(12):
                 said(own, beat=number)
@@ -153,24 +154,21 @@ def _tcp_pair() -> tuple[socket.socket, socket.socket]:
         return left, listener.accept()[0]
 
 
-@pytest.fixture
-def own_signals() -> Iterator[None]:
-    """Gives a test's process its signal handlers back."""
-    kept = {number: signal.getsignal(number) for number in (*supervisor._FORWARDED, signal.SIGCHLD)}
-    yield
-    signal.set_wakeup_fd(-1)
-    for number, handler in kept.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("own_signals")
-def test_an_agent_names_what_it_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agents, "_ANSWER_S", 0.3)
-    monkeypatch.setattr(agents, "_CONNECT_S", 0.3)
+def test_an_agent_names_what_it_has_found() -> None:
     with socket.create_server(("127.0.0.1", 0)) as foreign:
-        where = Rendezvous("here", "127.0.0.1", foreign.getsockname()[1])
-        with pytest.raises(EnvironError, match="what listens there is no agent of Lockstep"):
-            agents.Agent(where, TERMS, ["true"], 1.0).run()
-    with pytest.raises(EnvironError, match="no agent has answered there within 0 s"):
-        # The address of another host, where nobody answers.
-        agents.Agent(Rendezvous("there", "192.0.2.1", 1), TERMS, ["true"], 0.0).run()
+        place = f"127.0.0.1:{foreign.getsockname()[1]}"
+        options = ["--rendezvous", place, "--hosts", "2", "--", "resume", "run"]
+        argv = [sys.executable, "-m", "lockstep", "agent", *options]
+        with (
+            subprocess.Popen(argv, env=environment(cold=True), stderr=subprocess.PIPE) as agent,
+            foreign.accept()[0] as line,
+        ):
+            line.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+            assert agent.stderr is not None
+            told = agent.stderr.read().decode()
+    assert agent.returncode == 2
+    assert "what listens there is no agent of Lockstep" in told
+    argv[5] = "192.0.2.1:1"  # another host's, where nobody answers
+    done = subprocess.run([*argv[:8], "--wait", "0", *argv[8:]], capture_output=True, check=False)
+    assert done.returncode == 2
+    assert b"nobody has answered there within 0 s" in done.stderr

@@ -342,18 +342,20 @@ class Coordinator(Leader):
         if self._election is not None and self._is_elected:
             with suppress(Unreachable):
                 self._election.end(self._ended or 0)
-        if self._ended is None:  # another has been elected, or will be
-            for agent in tuple(self._agents):
-                self._remove(agent)
-        for agent in self._agents:
-            agent.line.send(end=self._ended)
+        if self._ended is not None:  # else another has been elected, or will be
+            for agent in self._agents:
+                agent.line.send(end=self._ended)
         deadline = time.monotonic() + _PART_S
-        while len(self._agents) > 1 and time.monotonic() < deadline:
+        is_heard = self._ended is None
+        while not is_heard and len(self._agents) > 1 and time.monotonic() < deadline:
             for key, _ in self._selector.select(0.05):
                 if key.data in self._agents and key.data.line.read()[1]:
                     self._remove(key.data)
             for agent in self._agents:
                 agent.line.flush()
+        for agent in tuple(self._agents):
+            self._remove(agent)
+        self._selector.close()
 
 
 def named(slots: Iterable[int]) -> str:
