@@ -101,6 +101,7 @@ class Coordinator(Leader):
         self._places: list[int] = []
         self._has_begun = False
         self._ended: int | None = None
+        self._store: subprocess.Popen[bytes] | None = None
         self.thread = threading.Thread(target=self._serve, name="coordinator", daemon=True)
 
     def carry_out(self, orders: Iterable[Order]) -> None:
@@ -356,6 +357,9 @@ class Coordinator(Leader):
         for agent in tuple(self._agents):
             self._remove(agent)
         self._selector.close()
+        if self._store is not None:
+            self._store.kill()
+            self._store.communicate()
 
 
 def named(slots: Iterable[int]) -> str:
