@@ -48,14 +48,15 @@ def test_a_signal_to_one_agent_stops_all_and_nothing_outlives_the_coordinator(tm
         run.start(2)
         run.start(0)
         run.wait_for(lambda: run.step() >= 3)
+        own = run.processes[0]
         run.start(0, "--id", "another")  # beside the coordinator, where its address is taken
         asked = time.monotonic()
         assert run.processes[0].wait(20) == 2
         assert time.monotonic() - asked < 10
         assert "the agent there has another run: id is  here, another there" in run.said()
-        run.processes.pop(0)
+        run.processes[0] = own
         run.processes[1].send_signal(signal.SIGTERM)
-        assert run.codes() == [143, 143]
+        assert run.codes() == [143, 143, 143]
         run.wait_for(lambda: not any(run.on_host(host) for host in range(3)))
         stopped_at = run.step()
         again = Agents(lab, tmp_path / "run", train=("--resume",))
