@@ -19,7 +19,7 @@ if _resource.getrlimit(_resource.RLIMIT_FSIZE)[0] != _resource.RLIM_INFINITY:
     _os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 
 from lockstep.comm.host import use_large_pages as _use_large_pages
-from lockstep.config.lazy import lazy_names as _lazy_names
+from lockstep.config import lazy_names as _lazy_names
 from lockstep.launching.rank.early import ending_at_interrupt as _ending_at_interrupt
 from lockstep.launching.rank.early import prepare as _prepare
 

@@ -207,6 +207,7 @@ _COMMANDS: dict[str, dict[str, tuple[Callable[..., None], str]]] = {
     },
     "Clusters": {
         "doctor": (clusters.doctor, "Check whether this machine has all that is needed."),
+        "agent": (clusters.agent, "Train on several hosts, and survive the loss of one."),
         "slurm": (clusters.slurm, "Write a job script for SLURM."),
         "kubernetes": (clusters.kubernetes, "Write a Job for Kubernetes."),
         "plan": (clusters.plan, "Predict time and memory on other numbers of ranks."),

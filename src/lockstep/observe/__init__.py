@@ -19,8 +19,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from lockstep.observe.showing.console import ConsoleView, QuietView
-from lockstep.observe.showing.notebook import NotebookView, in_notebook
+from lockstep.observe.showing.console import (
+    ConsoleView,
+    NotebookView,
+    QuietView,
+    in_notebook,
+)
 from lockstep.observe.sink import EventHub, Sink, Sinks
 from lockstep.observe.step_costs import Measured, Predicted, StepCost
 from lockstep.observe.storing.files import Pictures

@@ -22,7 +22,10 @@ def test_from_a_rank(say: Saying, generation: int, takes_in: bool, code: int) ->
     assert FromRank.decode(message.encode()) == message
 
 
-@given(maybe, st.lists(numbers, max_size=1000), flags, maybe, maybe, maybe, flags)
+places = st.one_of(st.none(), st.tuples(st.text(max_size=40), st.integers(1, 65_535)))
+
+
+@given(maybe, st.lists(numbers, max_size=1000), flags, maybe, maybe, maybe, flags, places)
 def test_to_a_rank(
     generation: int | None,
     members: list[int],
@@ -31,8 +34,9 @@ def test_to_a_rank(
     agree: int | None,
     lost: int | None,
     left: bool | None,
+    store: tuple[str, int] | None,
 ) -> None:
-    message = ToRank(generation, tuple(members), joiner, built, agree, lost, left)
+    message = ToRank(generation, tuple(members), joiner, built, agree, lost, left, store)
     packet = message.encode()
     assert len(packet) <= MAX_BYTES
     assert ToRank.decode(packet) == message

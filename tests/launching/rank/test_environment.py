@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lockstep.errors import EnvironError
@@ -53,6 +55,15 @@ LOCAL = {
     "LOCKSTEP_LOCAL_PORT": "29500",
     "LOCKSTEP_LOCAL_SUPERVISOR": "5",
 }
+OF_AGENT = LOCAL | {
+    "LOCKSTEP_LOCAL_RANK": "3",
+    "LOCKSTEP_LOCAL_SIZE": "4",
+    "LOCKSTEP_LOCAL_RANKS": "2",
+    "LOCKSTEP_LOCAL_STORE": "10.0.0.1",
+    "LOCKSTEP_LOCAL_ADDRESS": "10.0.0.2",
+    "LOCKSTEP_LOCAL_TIMEOUT": "5",
+}
+JOINS = {"LOCKSTEP_LOCAL_RANK": "6", "LOCKSTEP_LOCAL_PLACE": "0"}
 SPAWNED = {
     "LOCKSTEP_MPI_SLOT": "5",
     "LOCKSTEP_MPI_SIZE": "4",
@@ -69,6 +80,9 @@ IN_STEP = Environment("slurm", 4, 5, 0, 1, "n07-ib", STEP_PORT)
 ALONE = Environment()
 IN_SPAWNED = Environment("mpi", 5, 4, 0, 4, joins=True, replacements=2)
 IN_LOCAL = Environment("local", 1, 2, 1, 2, "127.0.0.1", 29500, 5)
+IN_AGENT = Environment(
+    "local", 3, 4, 1, 2, "10.0.0.1", 29500, 5, address="10.0.0.2", host_timeout_s=5
+)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +90,12 @@ IN_LOCAL = Environment("local", 1, 2, 1, 2, "127.0.0.1", 29500, 5)
     [
         pytest.param({}, ALONE, id="python"),
         pytest.param(LOCAL, IN_LOCAL, id="local"),
+        pytest.param(OF_AGENT, IN_AGENT, id="agent"),
+        pytest.param(
+            OF_AGENT | JOINS,
+            replace(IN_AGENT, rank=6, local_rank=0, joins=True),
+            id="joining rank of an agent",
+        ),
         pytest.param(SPAWNED, IN_SPAWNED, id="started by ranks of MPI"),
         pytest.param(LOCAL | OPEN_MPI | TORCHRUN, IN_LOCAL, id="local in mpirun in torchrun"),
         pytest.param({"PATH": "/bin", "MASTER_ADDR": "a"}, ALONE, id="MASTER_ADDR alone"),
@@ -218,6 +238,7 @@ def test_names_what_is_no_number(env: dict[str, str], name: str, value: str) -> 
     [
         (LOCAL | {"LOCKSTEP_LOCAL_RANK": "2"}, "LOCKSTEP_LOCAL_RANK=2"),
         (LOCAL | {"LOCKSTEP_LOCAL_PORT": "0"}, "LOCKSTEP_LOCAL_PORT=0"),
+        (OF_AGENT | {"LOCKSTEP_LOCAL_RANKS": "5"}, "LOCKSTEP_LOCAL_RANKS=5"),
         (SPAWNED | {"LOCKSTEP_MPI_SLOT": "3"}, "LOCKSTEP_MPI_SLOT=3"),
         (OPEN_MPI | {"LOCKSTEP_MPI_REPLACE": "-1"}, "LOCKSTEP_MPI_REPLACE=-1"),
         (TORCHRUN | {"RANK": "8"}, "RANK=8"),

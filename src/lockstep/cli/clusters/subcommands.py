@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import re
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lockstep.cli.options import LauncherOption, Overrides, RunDir, Target, importing, leave
+from lockstep import __version__
+from lockstep.cli.options import (
+    LauncherOption,
+    Overrides,
+    Replace,
+    RunDir,
+    Target,
+    importing,
+    leave,
+)
 from lockstep.launching.rank.early import ending_at_interrupt
 from lockstep.launching.warm import foresee_ranks
 
@@ -102,6 +114,58 @@ def kubernetes(
         name, image, ranks, namespace, cpus, memory, gpus, claim, restarts, grace, run_dir, secret
     )
     command.kubernetes(target, overrides or [], pods, output)
+
+
+def agent(
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="COMMAND...",
+            help="What each rank runs, behind `--`: train TARGET …, resume RUN … or script.py ….",
+        ),
+    ],
+    rendezvous: Annotated[
+        str,
+        typer.Option(
+            "--rendezvous",
+            metavar="HOST:PORT",
+            help="Where agents meet, on a host of the run; or etcd://HOST:PORT,…/NAME.",
+        ),
+    ],
+    hosts: Annotated[int, typer.Option("--hosts", min=1, help="Hosts that the run starts on.")],
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Ranks on each host.")] = 1,
+    replace: Replace = 0,
+    host_timeout: Annotated[
+        float, typer.Option("--host-timeout", min=1, help="Seconds until a silent host is lost.")
+    ] = 5.0,
+    wait: Annotated[
+        float, typer.Option("--wait", min=0, help="Seconds to wait for that host, or for etcd.")
+    ] = 300.0,
+    name: Annotated[
+        str | None, typer.Option("--id", help="The run's name; by default SLURM's job, if any.")
+    ] = None,
+) -> None:
+    """Start ranks on this host as part of a run on several hosts, which survives the loss of one.
+
+    Start it with the same arguments on each host, by hand, with srun or in pods:
+    `lockstep agent --rendezvous node1:29500 --hosts 3 -n 4 -- train digits --run-dir DIR`.
+    """
+    with ending_at_interrupt():
+        from lockstep.launching.host.agent import Agent, Rendezvous, rank_argv
+        from lockstep.launching.host.line import Terms
+        from lockstep.launching.job.commands import rank_environment
+    argv = rank_argv(command)
+    where = Rendezvous.parse(rendezvous)
+    known = os.environ.get("SLURM_JOB_ID", "") if name is None else name
+    terms = Terms(__version__, known, hosts, ranks, replace, host_timeout, tuple(command))
+    threads = next((w for w in command if re.fullmatch(r"threads=[1-9]\d?", w)), "threads=1")
+    variables = rank_environment(int(threads.partition("=")[2]))
+    os.environ.clear()
+    os.environ.update(variables)
+    code = Agent(where, terms, argv, wait).run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # the store's threads may be anywhere
 
 
 def doctor(

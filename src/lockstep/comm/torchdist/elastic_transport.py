@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep.comm.calls import CallGroup
 from lockstep.comm.torchdist.process_group_transport import GroupTransport, Subgroup
+from lockstep.comm.torchdist.store import LOOPBACK
 from lockstep.comm.torchdist.supervision import GenerationLost, Supervision
 from lockstep.comm.torchdist.waiting import (
     Connections,
@@ -99,8 +100,8 @@ _BUILD_S = 30.0
 """Seconds that ranks may take to find each other in the store and to connect."""
 _BUILD_TIME = timedelta(seconds=_BUILD_S)
 _NOTICE_S = 5.0
-"""Seconds that the supervisor may take to notice a loss after connections have reported it."""
-_HOST = "127.0.0.1"
+"""Seconds that the supervisor may take to notice a loss after connections have reported it, beyond
+those after which it takes a silent host to be lost."""
 
 
 class ElasticTransport(GroupTransport):
@@ -119,6 +120,8 @@ class ElasticTransport(GroupTransport):
         timeout_s: seconds that a collective may wait for others.
         device: device on which this rank's tensors lie; host memory by default.
         joins: whether this process joins ranks that began without it.
+        address: address of this host that the other ranks reach.
+        host_timeout_s: seconds after which the supervisor takes a silent host to be lost.
     """
 
     can_regroup = True
@@ -132,12 +135,16 @@ class ElasticTransport(GroupTransport):
         timeout_s: float,
         device: torch.device | None = None,
         joins: bool = False,
+        address: str = LOOPBACK,
+        host_timeout_s: float = 0.0,
     ) -> None:
         super().__init__(backend, device)
         self._store_address = store_address
+        self._address = address
+        self._notice_s = host_timeout_s + _NOTICE_S
         self._slot = slot
         self._timeout_s = timeout_s
-        self._connections = Connections(_HOST)
+        self._connections = Connections(self._address)
         self._subgroups: list[ElasticSubgroup] = []
         self._generation = self._num_subgroups = 0
         self._left_behind: list[LeftBehind] = []
@@ -172,7 +179,7 @@ class ElasticTransport(GroupTransport):
             self._agree()
             return LocalTransport()
         prefix = f"lockstep/{self._generation}/{self._num_subgroups}/{number}"
-        connections = Connections(_HOST)
+        connections = Connections(self._address)
         group = self._connected(prefix, rank, size, connections, [])
         made = ElasticSubgroup(self, group, rank, size, calls, connections, self._wait)
         self._subgroups.append(made)
@@ -212,7 +219,7 @@ class ElasticTransport(GroupTransport):
         Called after an error. The connections of a dead rank may report its end earlier than the
         supervisor does, so this waits for a few seconds.
         """
-        return self._supervision.is_lost(_NOTICE_S)
+        return self._supervision.is_lost(self._notice_s)
 
     def close(self) -> None:
         """Leave the group."""
@@ -294,12 +301,13 @@ class ElasticTransport(GroupTransport):
         """
         # Gloo does not name its sockets: those opened while the group is built are its own.
         connections.begin()
+        address = self._supervision.store or self._store_address
         built: list[Any] = []
         errors: list[Exception] = []
 
         def build() -> None:
             try:
-                store = PrefixStore(prefix, TCPStore(*self._store_address, timeout=_BUILD_TIME))
+                store = PrefixStore(prefix, TCPStore(*address, timeout=_BUILD_TIME))
                 built.append(self._new_group(store, rank, size))
             except Exception as error:
                 errors.append(error)
@@ -313,7 +321,7 @@ class ElasticTransport(GroupTransport):
             raise GenerationLost("a rank died while the group was built")
         if errors:
             # An error while ranks connect may be the first sign of a loss.
-            if self._supervision.is_lost(_NOTICE_S):
+            if self._supervision.is_lost(self._notice_s):
                 raise GenerationLost(str(errors[0]))
             raise errors[0]
         connections.end()
@@ -325,7 +333,7 @@ class ElasticTransport(GroupTransport):
             nccl._timeout = timedelta(seconds=self._timeout_s)
             return dist.ProcessGroupNCCL(store, rank, size, nccl)
         gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=_HOST)]
+        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self._address)]
         # Connecting is given less time than a collective, which may wait for a slow rank.
         gloo._timeout = _BUILD_TIME
         group = dist.ProcessGroupGloo(store, rank, size, gloo)

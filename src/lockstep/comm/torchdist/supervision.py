@@ -60,6 +60,7 @@ class ToRank:
         agree: number of the group whose members have all arrived.
         lost: number of the group that has lost a member or was given up.
         left: the rank's leave was noted; no message follows.
+        store: with `generation`, host and port of the store, where it is not the rank's first.
     """
 
     generation: int | None = None
@@ -69,18 +70,29 @@ class ToRank:
     agree: int | None = None
     lost: int | None = None
     left: bool | None = None
+    store: tuple[str, int] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> ToRank:
+        """The inverse of `to_json`."""
+        given = dict(values)
+        for name in ("members", "store"):
+            if name in values:
+                given[name] = tuple(values[name])
+        return cls(**given)
 
     def encode(self) -> bytes:
         """As a packet."""
-        return json.dumps({k: v for k, v in asdict(self).items() if v is not None}).encode()
+        return json.dumps(self.to_json()).encode()
 
     @classmethod
     def decode(cls, packet: bytes) -> ToRank:
         """The inverse of `encode`."""
-        values: dict[str, Any] = json.loads(packet)
-        if "members" in values:
-            values["members"] = tuple(values["members"])
-        return cls(**values)
+        return cls.from_json(json.loads(packet))
 
 
 _LEAVE_S = 5.0
@@ -100,6 +112,7 @@ class Supervision:
 
     Attributes:
         has_joiner: whether another process waits for the next generation.
+        store: host and port of the present generation's store; None for that of the start.
     """
 
     def __init__(self, fd: int, on_loss: Callable[[], None]) -> None:
@@ -112,6 +125,7 @@ class Supervision:
         self._built = self._lost = -1
         self._num_agreed = 0
         self.has_joiner = False
+        self.store: tuple[str, int] | None = None
         self._has_left = False
         self._thread = threading.Thread(target=self._listen, name="supervision", daemon=True)
         self._thread.start()
@@ -196,6 +210,7 @@ class Supervision:
                 self._generation, self._members = message.generation, list(message.members)
                 self._num_agreed = 0
                 self.has_joiner = False
+                self.store = message.store
             if message.joiner is not None:
                 self.has_joiner = message.joiner
             if message.built is not None:

@@ -58,6 +58,8 @@ TIMEOUT_S = 600.0
 
 TAKE_OVER_S = 30.0
 """Seconds that a new rank 0 waits for the kernel to remove the process that holds the lock."""
+_LOST_HOST_S = 120.0
+"""The same where that process may be on a lost host: NFS takes 90 s."""
 
 
 def run(task: Task, config: TrainConfig, session: Session) -> Result:
@@ -176,6 +178,7 @@ def _steps(
             )
         )
         stack.callback(hub.close)
+        patience_s = TAKE_OVER_S if environment.is_one_host else _LOST_HOST_S
 
         def take_over() -> None:
             if session.url and environment.rank and SESSION not in os.environ:
@@ -184,7 +187,7 @@ def _steps(
                     "with --resume"
                 )
             if not directory.is_gone():  # else `watch` ends the run, which is saved beside it
-                directory.lock(TAKE_OVER_S, on_wait=heartbeat.beat)
+                directory.lock(patience_s, on_wait=heartbeat.beat)
                 hub.open()
 
         def listen(event: Event) -> None:

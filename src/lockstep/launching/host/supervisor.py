@@ -1,10 +1,8 @@
 """The supervisor of ranks that Lockstep starts itself on this host, and that survive a lost rank.
 
 It starts the ranks, hosts the key-value store in which they find each other, notices at once when
-one of them dies, and notifies the others, over a socket that each rank inherits. All decisions on
-which ranks must agree are made here, one after the other, so survivors need no agreement among
-themselves: who belongs to a generation of the group, whether it is complete, and whether all have
-reached a point before the next loss.
+one of them dies, and notifies the others, over a socket that each rank inherits. What it tells them
+is decided in `group.py`.
 
 This file is run as a script that imports nothing slow, so that ranks start without delay.
 """
@@ -20,9 +18,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 from lockstep.comm.torchdist.supervision import MAX_BYTES, FromRank, ToRank
+from lockstep.launching.host.group import KILLED, Group, Order
 
 PREFIX = "LOCKSTEP_LOCAL_"
 """Prefix of the environment variables with the place of a rank."""
@@ -33,7 +34,7 @@ RANK, SIZE = f"{PREFIX}RANK", f"{PREFIX}SIZE"
 HOST = "127.0.0.1"
 
 PORT = f"{PREFIX}PORT"
-"""TCP port of the store on `HOST`."""
+"""TCP port of the store."""
 
 SUPERVISOR = f"{PREFIX}SUPERVISOR"
 """The inherited file descriptor of the socket to the supervisor."""
@@ -43,15 +44,81 @@ VARIABLES = (RANK, SIZE, PORT, SUPERVISOR)
 PLACE = f"{PREFIX}PLACE"
 """Set for a process that is started later: the rank whose local rank it takes."""
 
+STORE, ADDRESS = f"{PREFIX}STORE", f"{PREFIX}ADDRESS"
+"""Address of the store's host and of this one; `HOST` if not set."""
+
+RANKS = f"{PREFIX}RANKS"
+"""Number of ranks on each host; `SIZE` if not set."""
+
+TIMEOUT = f"{PREFIX}TIMEOUT"
+"""Seconds after which a host that does not answer is lost; not set on one host."""
+
 _GRACE_S = 3.0
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
+Report: TypeAlias = "tuple[int, FromRank | int]"
+"""What a process has said, or the exit code that it has ended with."""
 
-class Supervisor:
-    """Starts ranks and supervises them to their end.
 
-    Generations of the group are numbered from 1. One is *whole* when all its members have built
-    it, and *broken* as soon as a member is lost or has given it up.
+class Leader(ABC):
+    """Leads a group of ranks: hands reports on to it, and gives a start up after some patience.
+
+    Args:
+        size: number of ranks that are started first.
+        replacements: greatest number of processes to start in the place of killed ones.
+    """
+
+    def __init__(self, size: int, replacements: int) -> None:
+        self._group = Group(size)
+        self._replacements = replacements
+        self._end_at: float | None = None
+        self._has_given_up = False
+
+    @abstractmethod
+    def carry_out(self, orders: Iterable[Order]) -> None:
+        """Tell processes something, or kill them."""
+
+    @abstractmethod
+    def replace(self, lost: int) -> bool:
+        """Start a process in the place of a killed one, while the others train.
+
+        Returns:
+            Whether there is now one.
+        """
+
+    @property
+    def patience_s(self) -> float | None:
+        """Seconds until `look_at_clock` must be called; None if it need not be."""
+        return None if self._end_at is None else max(0.0, self._end_at - time.monotonic()) + 0.01
+
+    def handle(self, report: Report) -> None:
+        """Have the group take note of something, and do what follows from it."""
+        slot, said = report
+        if isinstance(said, FromRank):
+            self.carry_out(self._group.hear(slot, said))
+            return
+        self.carry_out(self._group.lose(slot, said))
+        if self._replacements and self._group.is_replaceable(slot):
+            self._replacements -= self.replace(slot)
+        if self._group.failed is not None and not self._has_given_up:
+            self._has_given_up = True
+            # The others may be about to fail for the same reason, which rank 0 prints.
+            grace_s = 0.0 if self._group.failed[1] > KILLED else _GRACE_S
+            self._end_at = time.monotonic() + grace_s
+
+    def look_at_clock(self) -> None:
+        """End ranks that cannot start, when that is due."""
+        if self._end_at is None or time.monotonic() <= self._end_at:
+            return
+        self._end_at = None
+        if self._group.failed is not None:
+            slot, code = self._group.failed
+            print(f"rank {slot} ended (exit code {code}) before all had started", file=sys.stderr)
+        self.carry_out(self._group.end())
+
+
+class Supervisor(Leader):
+    """Starts ranks of this host and supervises them to their end.
 
     Args:
         num_ranks: number of ranks to start.
@@ -67,6 +134,70 @@ class Supervisor:
         replacements: int = 0,
         fds: Sequence[int] = (),
     ) -> None:
+        super().__init__(num_ranks, replacements)
+        self._processes = Processes(argv, fds)
+        self._listener = socket.create_server((HOST, 0), backlog=num_ranks + 16)
+        self._variables = {SIZE: num_ranks, PORT: self._listener.getsockname()[1]}
+        self._places = list(range(num_ranks))
+        for slot in range(num_ranks):
+            self._processes.start(slot, self._variables)
+
+    def run(self) -> int:
+        """Serve until all ranks have ended; the exit code."""
+        # In a thread: importing torch takes as long as the ranks' own start, and meanwhile they are
+        # served here.
+        threading.Thread(target=self._host_store, daemon=True).start()
+        while not self._group.is_ended:
+            for report in self._processes.wait(self.patience_s):
+                self.handle(report)
+            self.look_at_clock()
+        return self._group.exit_code
+
+    def carry_out(self, orders: Iterable[Order]) -> None:
+        """See `Leader.carry_out`."""
+        for order in orders:
+            self._processes.carry_out(order)
+
+    def replace(self, lost: int) -> bool:
+        """See `Leader.replace`."""
+        self._places.append(self._places[lost])
+        self._processes.start(self._group.add(), self._variables | {PLACE: self._places[lost]})
+        return True
+
+    def _host_store(self) -> None:
+        self._store = hosted_store(self._listener)
+
+
+def hosted_store(listener: socket.socket) -> object:
+    """The store in which ranks find each other, on a socket that listens; imports torch."""
+    from torch._C._distributed_c10d import TCPStore
+
+    host, port = listener.getsockname()
+    return TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+class Processes:
+    """The ranks' processes on this host: what they say, that they end, and signals for them.
+
+    It belongs to the main thread, and outlives no other one that it was made in.
+
+    Args:
+        argv: program and arguments of each.
+        fds: file descriptors of this process that all of them inherit.
+        has_terminal: whether this process may have one: its Ctrl-C must not reach them twice.
+
+    Attributes:
+        unheard: the newest signal that came when there was no process to forward it to.
+    """
+
+    def __init__(
+        self, argv: Sequence[str], fds: Sequence[int] = (), has_terminal: bool = False
+    ) -> None:
+        self.unheard: int | None = None
+        self._argv, self._fds, self._has_terminal = argv, fds, has_terminal
+        self._ranks: dict[int, SupervisedRank] = {}
         self._wake, wake = socket.socketpair()
         self._wake.setblocking(False)
         wake.setblocking(False)
@@ -76,258 +207,121 @@ class Supervisor:
         signal.set_wakeup_fd(wake.fileno())
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for signum in _FORWARDED:
-            signal.signal(signum, self._forward)
-        self._listener = socket.create_server((HOST, 0), backlog=num_ranks + 16)
-        self._port = self._listener.getsockname()[1]
-        self._size, self._argv, self._replacements = num_ranks, argv, replacements
-        self._fds = fds
-        self._ranks = [
-            SupervisedRank(slot, num_ranks, self._port, argv, fds) for slot in range(num_ranks)
-        ]
+            if not (has_terminal and signal.getsignal(signum) is signal.SIG_IGN):  # nohup
+                signal.signal(signum, self.forward)
         self._selector = selectors.DefaultSelector()
-        self._is_over = False
-        self._generation = 0
-        self._members: set[int] = set()
-        self._built: set[int] = set()
-        self._arrived: set[int] = set()
-        self._broken = True
-        self._first_failure: SupervisedRank | None = None
-        self._end_at: float | None = None
-        self._aborted: int | None = None
-
-    def run(self) -> int:
-        """Serve until all ranks have ended; the exit code."""
-        # In a thread: importing torch takes as long as the ranks' own start, and meanwhile they are
-        # served here.
-        threading.Thread(target=self._host_store, daemon=True).start()
         self._selector.register(self._wake, selectors.EVENT_READ)
-        for rank in self._ranks:
-            self._selector.register(rank.line, selectors.EVENT_READ, rank)
-        while any(rank.is_alive for rank in self._ranks):
-            for key, _ in self._selector.select(self._patience()):
-                if key.data is not None:
-                    self._listen(key.data)
-                    # A closed line is always readable: `select` would return at once for ever.
-                    if key.data.is_silent:
-                        self._selector.unregister(key.data.line)
-            with contextlib.suppress(BlockingIOError):
-                self._wake.recv(4096)
-            for rank in tuple(self._ranks):
-                if rank.is_alive and rank.process.poll() is not None:
-                    with contextlib.suppress(KeyError):
-                        self._selector.unregister(rank.line)
-                    self._handle_exit(rank)
-            if self._end_at is not None and time.monotonic() > self._end_at:
-                self._end()
-        return self._exit_code()
 
-    def _host_store(self) -> None:
-        from torch._C._distributed_c10d import TCPStore
+    def __len__(self) -> int:
+        """How many have not ended."""
+        return len(self._ranks)
 
-        host, port = self._listener.getsockname()
-        self._store = TCPStore(
-            host, port, is_master=True, wait_for_workers=False,
-            master_listen_fd=self._listener.detach(),
-        )  # fmt: skip
+    def start(self, slot: int, variables: Mapping[str, object]) -> None:
+        """Start one; `variables` are environment variables besides those of this process."""
+        rank = SupervisedRank(slot, self._argv, variables, self._fds, self._has_terminal)
+        self._ranks[slot] = rank
+        self._selector.register(rank.line, selectors.EVENT_READ, rank)
 
-    def _patience(self) -> float | None:
-        return None if self._end_at is None else max(0.0, self._end_at - time.monotonic()) + 0.01
+    def carry_out(self, order: Order) -> None:
+        """Tell one something, or kill it, unless it has ended."""
+        rank = self._ranks.get(order.slot)
+        if rank is not None and order.message is not None:
+            rank.tell(order.message)
+        elif rank is not None:
+            rank.process.kill()
 
-    def _forward(self, signum: int, frame: object) -> None:
-        for rank in self._ranks:
-            if rank.is_alive:
-                rank.process.send_signal(signum)
+    def watch(self, line: socket.socket) -> None:
+        """Have `wait` return when there is something to read on a socket, too."""
+        self._selector.register(line, selectors.EVENT_READ)
 
-    def _listen(self, rank: SupervisedRank) -> None:
-        for message in rank.read():
-            is_current = message.generation == self._generation
-            if message.say == "meet":
-                rank.takes_in = message.takes_in
-                self._meet(rank)
-            elif message.say == "leave":
-                rank.phase = "out"
-                # Later messages to the members are not for its next group.
-                self._members.discard(rank.slot)
-                rank.tell(ToRank(left=True))
-                self._dismiss()
-            elif message.say == "abort":
-                self._aborted = message.code
-                self._end()
-            elif is_current and not self._broken:
-                has_built = message.say == "built"
-                arrived = self._built if has_built else self._arrived
-                arrived.add(rank.slot)
-                # All get the messages in one order: a point that all have reached counts, even if a
-                # loss comes next.
-                if arrived == self._members:
-                    arrived.clear()
-                    number = self._generation
-                    self._tell(
-                        self._members, ToRank(built=number) if has_built else ToRank(agree=number)
-                    )
+    def forget(self, line: socket.socket) -> None:
+        """Undo `watch`, if that was called."""
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(line)
 
-    def _meet(self, rank: SupervisedRank) -> None:
-        """Handle a rank's request for a group: the first one, or one without the lost ranks."""
-        if rank.slot in self._members:  # a request for a new group gives up the present one
-            self._break()
-        elif rank.phase == "starting":
-            self._tell(self._members, ToRank(joiner=True))
-        if rank.phase == "out":  # the first training of a script, or one after another
-            self._is_over = False
-        rank.phase = "waiting"
-        self._form()
+    def kill(self) -> list[int]:
+        """Kill all, and wait until they have ended; their slots."""
+        slots = list(self._ranks)
+        for rank in self._ranks.values():
+            rank.process.kill()
+        for rank in list(self._ranks.values()):
+            rank.process.wait()
+            self._end(rank)
+        return slots
 
-    def _dismiss(self) -> None:
-        """The run is over: end the processes that have not yet taken part in it.
+    def wait(self, patience_s: float | None) -> list[Report]:
+        """What they have said, and which have ended, as soon as there is something.
 
-        A new process would begin with the script's first training, so none is started from now on.
+        Args:
+            patience_s: seconds after which this returns in any case; None for no limit.
         """
-        self._is_over = True
-        self._replacements = 0
-        for rank in self._ranks:
-            if rank.slot >= self._size and rank.phase in ("starting", "waiting"):
-                rank.phase = "lost"
-                rank.process.kill()
+        reports: list[Report] = []
+        for key, _ in self._selector.select(patience_s):
+            if isinstance(key.data, SupervisedRank):
+                reports += key.data.reports()
+                # A closed line is always readable: `select` would return at once for ever.
+                if key.data.is_silent:
+                    self._selector.unregister(key.data.line)
+        with contextlib.suppress(BlockingIOError):
+            self._wake.recv(4096)
+        for rank in tuple(self._ranks.values()):
+            if rank.process.poll() is not None:
+                reports += rank.reports()  # it may have left in order just before
+                self._end(rank)
+                reports.append((rank.slot, rank.exit_code))
+        return reports
 
-    def _break(self) -> None:
-        if not self._broken:
-            self._broken = True
-            self._tell(self._members, ToRank(lost=self._generation))
-
-    def _form(self) -> None:
-        """Begin a generation of all living ranks, if all of them wait for it."""
-        living = [rank for rank in self._ranks if rank.is_alive and rank.phase != "starting"]
-        if not all(rank.takes_in for rank in living):
-            living = [rank for rank in living if not rank.is_new]
-        if self._is_over or not living or any(rank.phase != "waiting" for rank in living):
-            return
-        # Later on survivors may be fewer; but a training does not start without all its ranks.
-        if self._generation == 0 and len(living) < self._size:
-            self._give_up(next(rank for rank in self._ranks if not rank.is_alive))
-            return
-        self._generation += 1
-        self._members = {rank.slot for rank in living}
-        self._built, self._arrived = set(), set()
-        self._broken = False
-        for rank in living:
-            rank.phase, rank.is_new = "in", False
-        members = tuple(sorted(self._members))
-        self._tell(members, ToRank(generation=self._generation, members=members))
-        if any(rank.phase == "waiting" for rank in self._ranks):
-            self._tell(self._members, ToRank(joiner=True))
-
-    def _tell(self, slots: Iterable[int], message: ToRank) -> None:
-        for slot in slots:
-            if self._ranks[slot].is_alive:
-                self._ranks[slot].tell(message)
-
-    def _handle_exit(self, rank: SupervisedRank) -> None:
-        """Handle the end of a rank: notify the others, replace it, or begin a new group."""
-        self._listen(rank)  # it may have left in order just before
+    def _end(self, rank: SupervisedRank) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(rank.line)
         rank.line.close()
-        rank.is_alive = False
-        if rank.phase != "out":
-            rank.phase = "lost"
-            if rank.slot in self._members:
-                self._break()
-            # Only what a signal has killed is replaced: a joining rank that the others refuse ends
-            # by itself (`ElasticTransport.withdraw`).
-            if self._generation and rank.exit_code > 128:
-                self._replace(rank)
-        if self._generation == 0 and rank.exit_code:
-            self._give_up(rank)
-        else:
-            self._form()
+        del self._ranks[rank.slot]
 
-    def _replace(self, lost: SupervisedRank) -> None:
-        """Start a process in the place of a killed one, while the others train."""
-        if self._is_over or self._replacements == 0 or self._aborted is not None:
-            return
-        if not any(rank.is_alive and rank.phase in ("in", "waiting") for rank in self._ranks):
-            return
-        self._replacements -= 1
-        new = SupervisedRank(
-            len(self._ranks), self._size, self._port, self._argv, self._fds, lost.place
-        )
-        self._ranks.append(new)
-        self._selector.register(new.line, selectors.EVENT_READ, new)
-
-    def _give_up(self, rank: SupervisedRank) -> None:
-        """End the start of the ranks: the others cannot start without this one."""
-        if self._first_failure is None:
-            self._first_failure = rank
-            # The others may be about to fail for the same reason, which rank 0 prints.
-            self._end_at = time.monotonic() + (0 if rank.exit_code > 128 else _GRACE_S)
-
-    def _end(self) -> None:
-        self._end_at = None
-        if self._first_failure is not None:
-            slot, code = self._first_failure.slot, self._first_failure.exit_code
-            print(f"rank {slot} ended (exit code {code}) before all had started", file=sys.stderr)
-        for rank in self._ranks:
-            if rank.is_alive:
-                rank.process.kill()
-
-    def _exit_code(self) -> int:
-        """Exit code of the run; ranks that the others have survived do not count."""
-        if self._aborted is not None:
-            return self._aborted
-        if self._first_failure is not None:
-            return self._first_failure.exit_code or 1
-        ended = [rank for rank in self._ranks if rank.phase != "lost"]
-        return max(rank.exit_code for rank in ended or self._ranks)
+    def forward(self, signum: int, frame: object = None) -> None:
+        """Send a signal to all; also what this process does with one that it gets."""
+        if not self._ranks:
+            self.unheard = signum
+        for rank in tuple(self._ranks.values()):
+            rank.process.send_signal(signum)
 
 
 class SupervisedRank:
-    """A process of a rank, and its state.
+    """A process of a rank on this host.
 
     Args:
-        slot: its number, from 0.
-        size: number of processes that are started first.
-        port: TCP port of the store on `HOST`.
+        slot: its number.
         argv: program and arguments.
+        variables: environment variables besides those of this process.
         fds: file descriptors of this process that it inherits.
-        place: rank whose local rank it takes, if it is started later.
+        is_apart: whether no terminal's signals reach it.
 
     Attributes:
         slot: its number.
         line: this end of the socket to it.
         process: the process itself.
-        place: rank, among those that were started first, whose local rank it takes.
-        phase: `starting` while others train, `out` of any group, `waiting` for one, `in` one, or
-            `lost`.
-        is_alive: whether the supervisor has not yet noticed its end.
         is_silent: whether it has closed its end of the socket.
-        is_new: whether it has yet to be taken into a group by the ranks that were started first.
-        takes_in: whether it waits for a group that may have joining ranks.
     """
 
     def __init__(
         self,
         slot: int,
-        size: int,
-        port: int,
         argv: Sequence[str],
+        variables: Mapping[str, object],
         fds: Sequence[int],
-        place: int | None = None,
+        is_apart: bool,
     ) -> None:
         self.slot = slot
-        self.place = slot if place is None else place
-        self.phase = "out" if place is None else "starting"
-        self.is_alive = True
-        self.is_silent = self.takes_in = False
-        self.is_new = place is not None
+        self.is_silent = False
         # A socket that keeps messages apart: each `recv` returns exactly one.
         self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.line.setblocking(False)
-        variables = {RANK: slot, SIZE: size, PORT: port, SUPERVISOR: theirs.fileno()}
-        if place is not None:
-            variables[PLACE] = place
+        own = {RANK: slot, SUPERVISOR: theirs.fileno(), **variables}
         with theirs:  # closed here once it is inherited, so that the rank's end closes the line
             self.process = subprocess.Popen(
                 argv,
-                env=os.environ | {name: str(value) for name, value in variables.items()},
+                env=os.environ | {name: str(value) for name, value in own.items()},
                 pass_fds=(theirs.fileno(), *fds),
+                start_new_session=is_apart,
             )
 
     @property
@@ -338,17 +332,17 @@ class SupervisedRank:
 
     def tell(self, message: ToRank) -> None:
         """Send it a message."""
-        with contextlib.suppress(OSError):  # it has died, as the supervisor will notice soon
+        with contextlib.suppress(OSError):  # it has died, as will be noticed soon
             self.line.send(message.encode())
 
-    def read(self) -> list[FromRank]:
+    def reports(self) -> list[Report]:
         """The messages that it has sent by now."""
-        messages = []
+        reports: list[Report] = []
         with contextlib.suppress(OSError):
             while packet := self.line.recv(MAX_BYTES):
-                messages.append(FromRank.decode(packet))
+                reports.append((self.slot, FromRank.decode(packet)))
             self.is_silent = True
-        return messages
+        return reports
 
 
 if __name__ == "__main__":

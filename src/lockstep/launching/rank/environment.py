@@ -51,8 +51,10 @@ class Environment:
         master_port: TCP port on that host; None where there is none.
         joins: whether this process joins ranks that began without it.
         replacements: greatest number of killed ranks that the ranks replace themselves.
-        supervisor_fd: file descriptor of the inherited socket to Lockstep's own supervisor; None
-            under other launchers.
+        supervisor_fd: file descriptor of the inherited socket to Lockstep's own supervisor or
+            agent; None under other launchers.
+        address: address of this host that other ranks reach, where `supervisor_fd` is set.
+        host_timeout_s: seconds after which the agents take a silent host to be lost.
     """
 
     launcher: Launcher = "python"
@@ -65,6 +67,8 @@ class Environment:
     supervisor_fd: int | None = None
     joins: bool = False
     replacements: int = 0
+    address: str = local.HOST
+    host_timeout_s: int = 0
 
     @property
     def is_one_host(self) -> bool:
@@ -120,14 +124,27 @@ def _indexed(env: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _local(env: Mapping[str, str]) -> Environment:
-    advice = f"`lockstep train -n N --launcher local` sets it: unset all {local.PREFIX}*"
+    advice = f"Lockstep's own launchers set it: unset all {local.PREFIX}*"
     size = _number(env, local.SIZE, advice, low=1)
     joins = local.PLACE in env
     place = _number(env, local.PLACE if joins else local.RANK, advice, below=size, limit=local.SIZE)
-    rank = _number(env, local.RANK, advice)
-    port = _number(env, local.PORT, advice, low=1, below=65_536, limit="ports")
-    fd = _number(env, local.SUPERVISOR, advice)
-    return Environment("local", rank, size, place, size, local.HOST, port, fd, joins)
+    per_host = size
+    if local.RANKS in env:
+        limit = f"{local.SIZE}+1"
+        per_host = _number(env, local.RANKS, advice, low=1, below=size + 1, limit=limit)
+    return Environment(
+        launcher="local",
+        rank=_number(env, local.RANK, advice),
+        world_size=size,
+        local_rank=place % per_host,
+        local_world_size=per_host,
+        master_addr=env.get(local.STORE, local.HOST),
+        master_port=_number(env, local.PORT, advice, low=1, below=65_536, limit="ports"),
+        supervisor_fd=_number(env, local.SUPERVISOR, advice),
+        joins=joins,
+        address=env.get(local.ADDRESS, local.HOST),
+        host_timeout_s=_number(env, local.TIMEOUT, advice) if local.TIMEOUT in env else 0,
+    )
 
 
 def _torchrun(env: Mapping[str, str], advice: str) -> Environment:

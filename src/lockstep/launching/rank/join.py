@@ -56,7 +56,8 @@ def open_transport(
 
             return ElasticTransport(
                 _backend(device), address, environment.supervisor_fd, environment.rank, timeout_s,
-                device, environment.joins and is_first,
+                device, environment.joins and is_first, environment.address,
+                environment.host_timeout_s,
             )  # fmt: skip
         return _process_group(environment, device, timeout_s, address, start_timeout_s)
     return _over_mpi(environment, device, timeout_s, is_first)

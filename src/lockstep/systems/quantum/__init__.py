@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lockstep.config.lazy import lazy_names
+from lockstep.config import lazy_names
 from lockstep.launching.systems import CommandGroup, System
 
 if TYPE_CHECKING:

@@ -1,0 +1,374 @@
+"""The coordinator of the agents of several hosts, and the lines between them.
+
+It listens at the rendezvous address, assigns slots to the ranks of each host, leads their group
+(`group.py`), and hosts the store in which they find each other. An agent that is silent for some
+seconds is lost with its ranks; its own clock has told it so before, and it has killed them.
+
+Where etcd elects it (`election.py`), another may take over: agents tell it what they remember of
+their ranks. What some ranks have been told of their generation it tells the others, too, and then
+that this generation is lost.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from lockstep.comm.torchdist.supervision import FromRank
+from lockstep.launching.host.election import Election, Unreachable
+from lockstep.launching.host.group import KILLED, Order, Record
+from lockstep.launching.host.line import Line, Terms
+from lockstep.launching.host.supervisor import Leader
+
+_HELLO_S = 8.0
+"""Seconds that who connects may take to say what it is."""
+_PART_S = 1.0
+_HOST_STORE = """
+import socket, sys
+del sys.path[0]  # the working directory, whose modules would hide others of their names
+from lockstep.launching.host.supervisor import hosted_store
+store = hosted_store(socket.socket(fileno=int(sys.argv[1])))
+sys.stdin.read()
+"""
+_LOST_WITH_HOST = 137
+"""The exit code of a rank whose host is lost: that of a process that was killed."""
+
+
+class _Agent:
+    """What the coordinator knows of an agent.
+
+    Attributes:
+        line: the line to it.
+        name: what its host is called; empty before it has said so.
+        id: distinguishes it from all other agents.
+        slots: numbers of its ranks that have not ended.
+        heard_at: when something came from it, in seconds of the monotonic clock.
+        is_in: whether its host has got slots.
+        records: what it remembers of its ranks under an earlier coordinator.
+    """
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self.name = self.id = ""
+        self.slots: set[int] = set()
+        self.heard_at = time.monotonic()
+        self.is_in = False
+        self.records: dict[int, Record] = {}
+
+
+class Coordinator(Leader):
+    """Leads the ranks of several hosts to their end, in a thread of the agent of one of them.
+
+    Args:
+        listener: socket that listens at the rendezvous address.
+        terms: what the agents have to agree on.
+        own: the `id` of the agent of this process, whose ranks get the first slots.
+        election: that this coordinator has won, and may lose; None where there are none.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        terms: Terms,
+        own: str,
+        election: Election | None = None,
+    ) -> None:
+        super().__init__(terms.hosts * terms.ranks, terms.replace)
+        self._terms, self._own = terms, own
+        self._election = election
+        self._is_elected = True
+        self._generation = 0
+        self._since = self._kept_at = time.monotonic()
+        self._listener = listener
+        listener.setblocking(False)
+        # Bound before the first rank is told where it is.
+        self._of_store = socket.create_server((listener.getsockname()[0], 0), backlog=1024)
+        host, port = self._of_store.getsockname()
+        self._store_address: tuple[str, int] = host, port
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._agents: list[_Agent] = []
+        self._places: list[int] = []
+        self._has_begun = False
+        self._ended: int | None = None
+        self._store: subprocess.Popen[bytes] | None = None
+        self.thread = threading.Thread(target=self._serve, name="coordinator", daemon=True)
+
+    def carry_out(self, orders: Iterable[Order]) -> None:
+        """See `Leader.carry_out`."""
+        for order in orders:
+            message = order.message
+            if message is not None and message.generation is not None:
+                if not self._allocate(message.generation):
+                    return
+                message = replace(message, store=self._store_address)
+            agent = self._agent_of(order.slot)
+            if agent is not None:
+                told = None if message is None else message.to_json()
+                agent.line.send(slot=order.slot, order=told)
+
+    def replace(self, lost: int) -> bool:
+        """See `Leader.replace`; the ranks of a host that is lost come back with its agent."""
+        agent = self._agent_of(lost)
+        if agent is not None:
+            self._start(agent, [self._places[lost]])
+        return agent is not None
+
+    def _serve(self) -> None:
+        try:
+            self._run()
+        except Unreachable:
+            self._is_elected = False
+            self._part()
+        except BaseException:  # the agent would wait for this thread for ever
+            traceback.print_exc()
+            os._exit(1)
+
+    def _run(self) -> None:
+        self._host_store()
+        beat_s = self._terms.host_timeout_s / 8
+        while self._ended is None and self._is_holder():
+            waits = [beat_s, *filter(None, [self.patience_s])]
+            for key, _ in self._selector.select(min(waits)):
+                if key.data is None:
+                    self._accept()
+                elif key.data in self._agents:
+                    self._listen(key.data)
+            self._drop_silent()
+            self._admit()
+            self.look_at_clock()
+            for agent in self._agents:
+                agent.line.flush()
+            if self._has_begun and self._group.is_ended:
+                self._ended = self._group.exit_code
+        self._part()
+
+    def _is_holder(self) -> bool:
+        """Whether this coordinator may still decide anything; asks for more time when it is due."""
+        now = time.monotonic()
+        if self._election is None or not self._is_elected:
+            return self._is_elected
+        if now > self._kept_at + self._election.lease_s / 8:
+            self._kept_at = now
+            with suppress(Unreachable):
+                self._election.keep()
+        self._is_elected = time.monotonic() < self._election.valid_until
+        return self._is_elected
+
+    def _allocate(self, generation: int) -> bool:
+        """Number a generation; false if this coordinator is none any more."""
+        if self._election is not None and generation > self._generation:
+            try:
+                num_slots = self._group.num_slots
+                self._is_elected = self._is_holder() and self._election.allocate(
+                    generation, num_slots
+                )
+            except Unreachable:
+                self._is_elected = False
+        self._generation = generation
+        return self._is_elected
+
+    def _host_store(self) -> None:
+        # In a process of its own, since importing torch would keep this one from answering for
+        # seconds. It ends when its standard input does, with this process.
+        with self._of_store as listener:
+            fd = listener.fileno()
+            self._store = subprocess.Popen(
+                [sys.executable, "-c", _HOST_STORE, str(fd)],
+                stdin=subprocess.PIPE,
+                pass_fds=[fd],
+                start_new_session=True,
+            )
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # it has gone again, or this process has too many files open
+            return
+        agent = _Agent(Line(connection))
+        self._agents.append(agent)
+        self._selector.register(connection, selectors.EVENT_READ, agent)
+
+    def _listen(self, agent: _Agent) -> None:
+        messages, is_over = agent.line.read()
+        for message in messages:
+            agent.heard_at = time.monotonic()
+            try:
+                self._take(agent, message)
+            except (KeyError, TypeError, ValueError):  # no agent of this version would say so
+                is_over = True
+            if agent not in self._agents:
+                return
+        if is_over:
+            self._drop(agent, "has ended or has lost its connection")
+
+    def _take(self, agent: _Agent, message: dict[str, Any]) -> None:
+        if not agent.id:
+            self._welcome(agent, message)
+        elif "beat" in message:
+            agent.line.send(beat=message["beat"])
+        elif "stop" in message:
+            self._stop(agent, int(message["stop"]))
+        elif message["slot"] in agent.records and not self._has_begun:
+            record = agent.records[message["slot"]]
+            if "say" in message:
+                record.note_said(FromRank(**message["say"]))
+            else:
+                record.exit_code = int(message["code"])
+        elif message["slot"] in agent.slots and "say" in message:
+            self.handle((message["slot"], FromRank(**message["say"])))
+        elif message["slot"] in agent.slots:
+            self.handle((message["slot"], int(message["code"])))
+            agent.slots.discard(message["slot"])
+
+    def _stop(self, agent: _Agent, signum: int) -> None:
+        """Handle a signal that an agent without ranks has got."""
+        if not self._has_begun and not any(other.records for other in self._agents):
+            self._ended = KILLED + signum
+        elif agent.is_in or agent.id == self._own:
+            for other in [other for other in self._agents if other.slots][:1]:
+                other.line.send(signal=signum)  # its ranks tell all others
+        else:
+            agent.line.send(end=KILLED + signum)
+
+    def _welcome(self, agent: _Agent, hello: dict[str, Any]) -> None:
+        """Let an agent in, or say why not."""
+        if differences := self._terms.differences(hello["terms"]):
+            agent.line.send(refused=differences)
+            self._remove(agent)
+            return
+        agent.id, agent.name = str(hello["id"]), str(hello["host"])
+        for former in [a for a in self._agents if a.id == agent.id and a is not agent]:
+            self._drop(former, "has come again")
+        records = [Record.from_json(values) for values in hello["ranks"]]
+        if records and self._has_begun:  # it has come too late: the others go on without these
+            agent.line.send(forget=True)
+            self._remove(agent)
+            return
+        agent.records = {record.slot: record for record in records}
+        agent.line.send(welcome=True)
+        if self._num_hosts() >= self._terms.hosts:
+            say(f"{agent.name} waits: it joins when one of the {self._terms.hosts} hosts is lost")
+
+    def _admit(self) -> None:
+        """Give slots to the hosts that have come, where there are too few."""
+        known = sorted((a for a in self._agents if a.id), key=lambda a: a.id != self._own)
+        if not self._has_begun:
+            is_late = time.monotonic() > self._since + self._terms.host_timeout_s / 2
+            if any(agent.records for agent in known):
+                if is_late or len(known) >= self._terms.hosts:
+                    self._take_over(known)
+            elif len(known) >= self._terms.hosts and known[0].id == self._own:
+                if self._election is not None and not self._election.begin():
+                    self._is_elected = False
+                    return
+                self._has_begun = True
+                for agent in known[: self._terms.hosts]:
+                    self._start(agent, range(self._terms.ranks), is_first=True)
+            return
+        waiting = [agent for agent in known if not agent.is_in]
+        while self._group.can_grow and waiting and self._num_hosts() < self._terms.hosts:
+            agent = waiting.pop(0)
+            self._start(agent, range(self._terms.ranks))
+            say(f"{agent.name} joins with {named(agent.slots)}")
+
+    def _take_over(self, agents: Iterable[_Agent]) -> None:
+        """Go on with the ranks that agents have under another coordinator."""
+        assert self._election is not None
+        self._has_begun = True
+        records: list[Record] = []
+        for agent in agents:
+            records += agent.records.values()
+            agent.is_in = bool(agent.records)
+            agent.slots = {r.slot for r in agent.records.values() if r.exit_code is None}
+        self._generation, num_slots = self._election.newest()
+        orders = self._group.take_over(self._generation, num_slots, records)
+        self._places = [0] * self._group.num_slots
+        for record in records:
+            self._places[record.slot] = record.place
+        say(f"the coordinator is on {socket.gethostname()} now")
+        self.carry_out(orders)
+
+    def _num_hosts(self) -> int:
+        return sum(agent.is_in for agent in self._agents)
+
+    def _start(self, agent: _Agent, places: Iterable[int], is_first: bool = False) -> None:
+        """Have an agent start ranks, in the place of the local ranks with these numbers."""
+        agent.is_in = True
+        for place in places:
+            slot = len(self._places) if is_first else self._group.add()
+            self._places.append(place)
+            agent.slots.add(slot)
+            agent.line.send(slot=slot, start=place, joins=not is_first, store=self._store_address)
+
+    def _drop_silent(self) -> None:
+        now = time.monotonic()
+        for agent in tuple(self._agents):
+            silence_s = now - agent.heard_at
+            if not agent.id and silence_s > _HELLO_S:
+                self._remove(agent)
+            elif agent.id and silence_s > self._terms.host_timeout_s:
+                self._drop(agent, f"has not answered for {self._terms.host_timeout_s:g} s")
+
+    def _drop(self, agent: _Agent, why: str) -> None:
+        """Take a host's ranks out of the group; its agent ends them, if it is still there."""
+        self._remove(agent)
+        if agent.slots and not self._group.is_ended:
+            say(f"{agent.name} {why}: {named(agent.slots)} lost")
+        for slot in sorted(agent.slots):
+            self.handle((slot, _LOST_WITH_HOST))
+
+    def _remove(self, agent: _Agent) -> None:
+        self._agents.remove(agent)
+        self._selector.unregister(agent.line.connection)
+        agent.line.close()
+
+    def _agent_of(self, slot: int) -> _Agent | None:
+        return next((agent for agent in self._agents if slot in agent.slots), None)
+
+    def _part(self) -> None:
+        """Tell all agents that the run has ended, and wait until they have heard it."""
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        if self._election is not None and self._is_elected:
+            with suppress(Unreachable):
+                self._election.end(self._ended or 0)
+        if self._ended is not None:  # else another has been elected, or will be
+            for agent in self._agents:
+                agent.line.send(end=self._ended)
+        deadline = time.monotonic() + _PART_S
+        is_heard = self._ended is None
+        while not is_heard and len(self._agents) > 1 and time.monotonic() < deadline:
+            for key, _ in self._selector.select(0.05):
+                if key.data in self._agents and key.data.line.read()[1]:
+                    self._remove(key.data)
+            for agent in self._agents:
+                agent.line.flush()
+        for agent in tuple(self._agents):
+            self._remove(agent)
+        self._selector.close()
+        if self._store is not None:
+            self._store.kill()
+            self._store.communicate()
+
+
+def named(slots: Iterable[int]) -> str:
+    """Ranks in words."""
+    numbers = ", ".join(map(str, sorted(slots)))
+    return f"rank {numbers}" if "," not in numbers else f"ranks {numbers}"
+
+
+def say(text: str) -> None:
+    """Tell the user something that is no error, where there is still somebody to read it."""
+    with suppress(OSError):
+        print(f"lockstep agent: {text}", file=sys.stderr, flush=True)

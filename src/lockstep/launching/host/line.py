@@ -1,0 +1,111 @@
+"""The lines between agents and their coordinator, and what both have to agree on.
+
+A line is JSON over TCP, a message a line of text. Who connects has to know what the run is, but no
+secret: use a network of your own, as for the ranks themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import asdict, dataclass
+from typing import Any
+
+_MAX_BYTES = 1 << 20
+"""Of what has come on a line without an end of a message."""
+
+
+class Line:
+    """One end of a connection; never waits.
+
+    Args:
+        connection: the connection, closed by `close`.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.connection = connection
+        self._unsent = b""
+        self._unread = b""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether something waits to be sent."""
+        return bool(self._unsent)
+
+    def send(self, **message: Any) -> None:
+        """Send a message, now or by `flush`."""
+        self._unsent += json.dumps(message).encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what could not be sent before; a broken line is noticed by `read`."""
+        try:
+            self._unsent = self._unsent[self.connection.send(self._unsent) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._unsent = b""
+
+    def read(self) -> tuple[list[dict[str, Any]], bool]:
+        """The messages that have come, and whether the line is at its end.
+
+        It is at its end, too, where something comes that is no message.
+        """
+        is_open = True
+        try:
+            while is_open and len(self._unread) < _MAX_BYTES:
+                data = self.connection.recv(1 << 16)
+                self._unread += data
+                is_open = bool(data)
+            is_open = False
+        except BlockingIOError:
+            pass
+        except OSError:
+            is_open = False
+        *texts, self._unread = self._unread.split(b"\n")
+        messages: list[dict[str, Any]] = []
+        for text in texts:
+            try:
+                message = json.loads(text)
+            except ValueError:
+                message = None
+            if not isinstance(message, dict):
+                return messages, True
+            messages.append(message)
+        return messages, not is_open
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.connection.close()
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What all agents of a run have to agree on.
+
+    Attributes:
+        version: of Lockstep.
+        id: name of the run.
+        hosts: number of hosts that it starts on.
+        ranks: number of ranks on each.
+        replace: greatest number of processes to start in the place of killed ones.
+        host_timeout_s: seconds after which a silent host is lost.
+        command: what each rank runs.
+    """
+
+    version: str
+    id: str
+    hosts: int
+    ranks: int
+    replace: int
+    host_timeout_s: float
+    command: tuple[str, ...]
+
+    def differences(self, other: dict[str, Any]) -> str:
+        """The terms in which another agent differs, in words; empty if it agrees."""
+        own = json.loads(json.dumps(asdict(self)))
+        different = [name for name, value in own.items() if other.get(name) != value]
+        shown = (f"{name} is {own[name]} here, {other.get(name)} there" for name in different)
+        return "; ".join(shown)

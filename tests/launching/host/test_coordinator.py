@@ -1,0 +1,174 @@
+"""Who may take part in a run of several hosts, and what lines do with what comes on them."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from tests.conftest import environment
+
+from lockstep.errors import LaunchError
+from lockstep.launching.host.agent import Rendezvous, rank_argv
+from lockstep.launching.host.coordinator import Coordinator
+from lockstep.launching.host.line import Line, Terms
+
+TERMS = Terms("1.0", "", hosts=2, ranks=1, replace=0, host_timeout_s=1.0, command=("train", "x"))
+
+
+@contextmanager
+def connected(port: int) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as line:
+        yield line
+
+
+def said(line: socket.socket, **message: Any) -> None:
+    line.sendall(json.dumps(message).encode() + b"\n")
+
+
+def heard(file: Any, word: str) -> dict[str, Any]:
+    """The next message with this word; nothing at the end."""
+    for text in file:
+        message: dict[str, Any] = json.loads(text)
+        if word in message:
+            return message
+    return {}
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> int:
+    """The port of a coordinator, without a store."""
+    monkeypatch.setattr(Coordinator, "_host_store", lambda self: self._of_store.close())
+    listener = socket.create_server(("127.0.0.1", 0))
+    number: int = listener.getsockname()[1]
+    Coordinator(listener, TERMS, "own").thread.start()
+    return number
+
+
+def hello(line: socket.socket, name: str, **others: Any) -> Any:
+    said(line, terms={**vars(TERMS), **others}, id=name, host=name, ranks=[])
+    return line.makefile()
+
+
+def test_hosts_get_slots_strangers_do_not_and_a_silent_host_is_lost(
+    port: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with connected(port) as stranger, connected(port) as other, connected(port) as own:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert stranger.recv(100) == b""
+        for name, value in {"ranks": 2, "version": "0.9", "id": "7", "command": ["x"]}.items():
+            with connected(port) as foreign:
+                told = heard(hello(foreign, "foreign", **{name: value}), "refused")["refused"]
+                assert told.startswith(f"{name} is ")
+                assert told.count(" is ") == 1
+        of_other, of_own = hello(other, "other"), hello(own, "own")
+        # Those of the coordinator's host come first, whoever has come first.
+        assert heard(of_own, "start")["slot"] == 0
+        assert heard(of_other, "start")["slot"] == 1
+        with connected(port) as third:
+            of_third = hello(third, "third")
+            assert heard(of_third, "welcome")
+            for line, slot in ((own, 0), (other, 1)):
+                meet = {"say": "meet", "generation": 0, "takes_in": True, "code": 1}
+                said(line, slot=slot, say=meet)
+            formed = heard(of_other, "order")["order"]
+            assert (formed["generation"], formed["members"]) == (1, [0, 1])
+            # Only the other one is silent.
+            for number in range(12):
+                said(own, beat=number)
+                said(third, beat=number)
+                time.sleep(0.12)
+            assert other.recv(100) == b""
+            started = heard(of_third, "start")
+            assert (started["slot"], started["start"], started["joins"]) == (2, 0, True)
+            assert heard(of_own, "order")["order"]["generation"] == 1
+            assert heard(of_own, "order")["order"] == {"lost": 1}
+            said(own, slot=0, say={"say": "leave", "generation": 1})
+            assert heard(of_third, "order") == {"slot": 2, "order": None}
+            said(third, slot=2, code=137)
+            said(own, slot=0, code=0)
+            assert heard(of_third, "end") == {"end": 0}
+    text = capfd.readouterr().err
+    assert "other has not answered for 1 s: rank 1 lost" in text
+    assert "third joins with rank 2" in text
+
+
+def test_what_is_no_agent_is_told_apart_and_so_is_a_wrong_address() -> None:
+    with pytest.raises(LaunchError, match="must be HOST:PORT"):
+        Rendezvous.parse("h0")
+    with pytest.raises(LaunchError, match="must be HOST:PORT"):
+        Rendezvous.parse("h0:99999999")
+    with pytest.raises(LaunchError, match="does not know the host no-such-host"):
+        Rendezvous.parse("no-such-host.invalid:29500")
+    with pytest.raises(LaunchError, match="a name of the run is missing at the end"):
+        Rendezvous.parse("etcd://127.0.0.1:2379")
+    assert Rendezvous.parse("127.0.0.1:29500").host == "127.0.0.1"
+    elected = Rendezvous.parse("etcd://127.0.0.1:2379,127.0.0.2:2379/run")
+    assert elected.servers == (("127.0.0.1", 2379), ("127.0.0.2", 2379))
+    assert elected.name == "run"
+    with pytest.raises(LaunchError, match="there is no such file"):
+        rank_argv(["missing.py"])
+    with pytest.raises(LaunchError, match="or one of train"):
+        rank_argv(["hostname"])
+    with pytest.raises(LaunchError, match="add --run-dir"):
+        rank_argv(["train", "digits"])
+    with pytest.raises(LaunchError, match="come before `--`"):
+        rank_argv(["train", "digits", "-n", "2"])
+
+
+def test_a_line_takes_messages_apart_and_ends_at_what_is_none() -> None:
+    left, right = _tcp_pair()
+    own = Line(left)
+    own.send(beat=1)
+    own.send(text="é" * 100_000)
+    with right:
+        data = b""
+        while data.count(b"\n") < 2:
+            own.flush()
+            data += right.recv(1 << 16)
+        assert [json.loads(text) for text in data.splitlines()] == [
+            {"beat": 1},
+            {"text": "é" * 100_000},
+        ]
+        right.sendall(b'{"a": 1}\n{"b"')
+        assert _read(own) == ([{"a": 1}], False)
+        right.sendall(b": 2}\nhello\n")
+        assert _read(own) == ([{"b": 2}], True)
+    own.close()
+
+
+def _read(line: Line) -> tuple[list[dict[str, Any]], bool]:
+    time.sleep(0.1)
+    return line.read()
+
+
+def _tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        left = socket.create_connection(listener.getsockname())
+        return left, listener.accept()[0]
+
+
+def test_an_agent_names_what_it_has_found() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as foreign:
+        place = f"127.0.0.1:{foreign.getsockname()[1]}"
+        options = ["--rendezvous", place, "--hosts", "2", "--", "resume", "run"]
+        argv = [sys.executable, "-m", "lockstep", "agent", *options]
+        with (
+            subprocess.Popen(argv, env=environment(cold=True), stderr=subprocess.PIPE) as agent,
+            foreign.accept()[0] as line,
+        ):
+            line.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+            assert agent.stderr is not None
+            told = agent.stderr.read().decode()
+    assert agent.returncode == 2
+    assert "what listens there is no agent of Lockstep" in told
+    argv[5] = "192.0.2.1:1"  # another host's, where nobody answers
+    done = subprocess.run([*argv[:8], "--wait", "0", *argv[8:]], capture_output=True, check=False)
+    assert done.returncode == 2
+    assert b"nobody has answered there within 0 s" in done.stderr
