@@ -14,10 +14,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from lockstep.comm.torchdist.deaths import LifeLock
+
 MAX_BYTES = 1 << 16
 """Of one message."""
 
-Saying = Literal["meet", "leave", "abort", "built", "agree"]
+Saying = Literal["alive", "dying", "meet", "leave", "abort", "built", "agree"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,9 @@ class FromRank:
     Attributes:
         say: `meet`: it wants a group, the first one or one without those that are lost; `built`: it
             has built its part of the present one; `agree`: it has arrived where all must before
-            the next loss; `leave`: it is done with its group; `abort`: all are to be ended.
+            the next loss; `leave`: it is done with its group; `abort`: all are to be ended;
+            `alive`: it holds the lock whose file descriptor comes with this; `dying`: what its
+            supervisor says for it when it has begun to end.
         generation: of the group that it speaks of; 0 before the first.
         takes_in: with `meet`, whether joining ranks may be in the next group.
         code: with `abort`, the exit code.
@@ -129,6 +133,9 @@ class Supervision:
         self._has_left = False
         self._thread = threading.Thread(target=self._listen, name="supervision", daemon=True)
         self._thread.start()
+        self._life = LifeLock()
+        if self._life.fd >= 0:
+            socket.send_fds(self._line, [FromRank("alive", 0).encode()], [self._life.fd])
 
     def meet(self, takes_in: bool) -> tuple[int, list[int]]:
         """Wait for the next generation: its number, and its members' slots in order.
@@ -184,6 +191,7 @@ class Supervision:
         """Tell the supervisor that this rank leaves in order, so that its end is not a loss."""
         self._say("leave")
         self._thread.join(_LEAVE_S)
+        self._life.release()
         if not self._thread.is_alive():
             self._line.close()
 

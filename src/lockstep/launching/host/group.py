@@ -43,6 +43,7 @@ class Member:
         is_new: whether it has yet to be taken into a group by the ranks that were started first.
         takes_in: whether it waits for a group that may have joining ranks.
         exit_code: exit code as shells have it: 128 + the number of a signal.
+        is_dying: whether it has begun to end, which takes a while.
     """
 
     phase: Literal["starting", "out", "waiting", "in", "lost"]
@@ -50,6 +51,7 @@ class Member:
     is_alive: bool = True
     takes_in: bool = False
     exit_code: int = 0
+    is_dying: bool = False
 
 
 @dataclass
@@ -237,6 +239,8 @@ class Group:
             self._members.discard(slot)
             self._tell([slot], ToRank(left=True))
             self._dismiss()
+        elif message.say == "dying":
+            self._go_on_without(slot)
         elif message.say == "abort":
             self._aborted = message.code
             self._kill(range(len(self._all)))
@@ -280,6 +284,15 @@ class Group:
         self._kill(range(len(self._all)))
         return self._taken()
 
+    def _go_on_without(self, slot: int) -> None:
+        """Form the next generation without a process whose exit code is not there yet."""
+        if self.generation == 0 or self._all[slot].phase == "out":
+            return
+        self._all[slot].is_dying = True
+        if slot in self._members:
+            self._break()
+        self._form()
+
     def _note_arrival(self, slot: int, has_built: bool) -> None:
         # All get the messages in one order: a point that all have reached counts, even if a loss
         # comes next.
@@ -320,7 +333,11 @@ class Group:
 
     def _form(self) -> None:
         """Begin a generation of all living ranks, if all of them wait for it."""
-        living = {s: m for s, m in enumerate(self._all) if m.is_alive and m.phase != "starting"}
+        living = {
+            slot: member
+            for slot, member in enumerate(self._all)
+            if member.is_alive and not member.is_dying and member.phase != "starting"
+        }
         if not all(member.takes_in for member in living.values()):
             living = {slot: member for slot, member in living.items() if not member.is_new}
         if self._is_over or not living or any(m.phase != "waiting" for m in living.values()):

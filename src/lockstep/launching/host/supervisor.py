@@ -19,9 +19,12 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from queue import SimpleQueue
 from typing import TypeAlias
 
+from lockstep.comm.torchdist.deaths import watch
 from lockstep.comm.torchdist.supervision import MAX_BYTES, FromRank, ToRank
 from lockstep.launching.host.group import KILLED, Group, Order
 
@@ -211,6 +214,7 @@ class Processes:
                 signal.signal(signum, self.forward)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ)
+        self._dying: SimpleQueue[int] = SimpleQueue()
 
     def __len__(self) -> int:
         """How many have not ended."""
@@ -218,7 +222,9 @@ class Processes:
 
     def start(self, slot: int, variables: Mapping[str, object]) -> None:
         """Start one; `variables` are environment variables besides those of this process."""
-        rank = SupervisedRank(slot, self._argv, variables, self._fds, self._has_terminal)
+        rank = SupervisedRank(
+            slot, self._argv, variables, self._fds, self._has_terminal, self._note_dying
+        )
         self._ranks[slot] = rank
         self._selector.register(rank.line, selectors.EVENT_READ, rank)
 
@@ -264,12 +270,22 @@ class Processes:
                     self._selector.unregister(key.data.line)
         with contextlib.suppress(BlockingIOError):
             self._wake.recv(4096)
+        while not self._dying.empty():
+            slot = self._dying.get()
+            if dying := self._ranks.get(slot):
+                reports += [*dying.reports(), (slot, FromRank("dying", 0))]
         for rank in tuple(self._ranks.values()):
             if rank.process.poll() is not None:
                 reports += rank.reports()  # it may have left in order just before
                 self._end(rank)
                 reports.append((rank.slot, rank.exit_code))
         return reports
+
+    def _note_dying(self, slot: int) -> None:
+        """Have `wait` say that one has begun to end; called by any thread."""
+        self._dying.put(slot)
+        with contextlib.suppress(OSError):  # there is enough in it to wake `wait`
+            self._waker.send(b"d")
 
     def _end(self, rank: SupervisedRank) -> None:
         with contextlib.suppress(KeyError):
@@ -294,6 +310,7 @@ class SupervisedRank:
         variables: environment variables besides those of this process.
         fds: file descriptors of this process that it inherits.
         is_apart: whether no terminal's signals reach it.
+        on_dying: called in another thread with its number, when it has begun to end.
 
     Attributes:
         slot: its number.
@@ -309,8 +326,10 @@ class SupervisedRank:
         variables: Mapping[str, object],
         fds: Sequence[int],
         is_apart: bool,
+        on_dying: Callable[[int], None],
     ) -> None:
         self.slot = slot
+        self._on_dying = on_dying
         self.is_silent = False
         # A socket that keeps messages apart: each `recv` returns exactly one.
         self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -339,8 +358,15 @@ class SupervisedRank:
         """The messages that it has sent by now."""
         reports: list[Report] = []
         with contextlib.suppress(OSError):
-            while packet := self.line.recv(MAX_BYTES):
-                reports.append((self.slot, FromRank.decode(packet)))
+            while True:
+                packet, fds, _, _ = socket.recv_fds(self.line, MAX_BYTES, 1)
+                for fd in fds:
+                    watch(fd, partial(self._on_dying, self.slot))
+                if not packet:
+                    break
+                message = FromRank.decode(packet)
+                if message.say != "alive":
+                    reports.append((self.slot, message))
             self.is_silent = True
         return reports
 
