@@ -378,8 +378,7 @@ class Passes:
         try:
             sums.add(leaf, self._staged(scalars))
         except LateGradientError as late:
-            name = self._flat.entries[late.index].name
-            raise late_gradient(name, is_early=early is not None) from None
+            raise late_gradient(self._flat.entries[late.index].name, bool(early)) from None
         self._count(counted)
 
     def _count(self, counted: Sequence[float]) -> None:

@@ -22,8 +22,8 @@ from lockstep.engine.tables import exchange as messages
 from lockstep.engine.tables.exchange import SomeRankFailed
 from lockstep.engine.tables.run_tables import TableStorage
 from lockstep.nn.sparse_embedding import Fetched, SparseEmbedding
-from lockstep.parallel.fold import plan
 from lockstep.parallel.layout import Assigned
+from lockstep.parallel.row_sums import plan
 
 Wanted = Mapping[str, torch.Tensor]
 """Rows that a batch looks up in each table, by the table's name: ascending, each once."""

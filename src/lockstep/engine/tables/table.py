@@ -13,8 +13,8 @@ from lockstep.engine.digests import memory_of
 from lockstep.errors import TaskError
 from lockstep.nn.sparse_embedding import Fetched, SparseEmbedding
 from lockstep.optim.rows import row_norms
-from lockstep.parallel.fold import RowFold, RowSum, nothing, total
 from lockstep.parallel.layout import ROWS, Assigned, Node, RowLayout
+from lockstep.parallel.row_sums import RowFold, RowSum, nothing, total
 
 WEIGHT = "weight"
 """Name of the field with the rows themselves."""

@@ -24,8 +24,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TypeAlias
 
-from lockstep.comm.torchdist.deaths import watch
-from lockstep.comm.torchdist.supervision import MAX_BYTES, FromRank, ToRank
+from lockstep.comm.torchdist.supervision import MAX_BYTES, FromRank, ToRank, watch
 from lockstep.launching.host.group import KILLED, Group, Order
 
 PREFIX = "LOCKSTEP_LOCAL_"
@@ -361,7 +360,8 @@ class SupervisedRank:
             while True:
                 packet, fds, _, _ = socket.recv_fds(self.line, MAX_BYTES, 1)
                 for fd in fds:
-                    watch(fd, partial(self._on_dying, self.slot))
+                    with contextlib.suppress(OSError, RuntimeError):  # no memory, or no thread
+                        watch(fd, partial(self._on_dying, self.slot))
                 if not packet:
                     break
                 message = FromRank.decode(packet)
