@@ -10,14 +10,13 @@ import json
 import statistics
 import sys
 import tempfile
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from lab.network import Lab
 from lab.ranks import Launcher, start_ranks
 from page import Section, command, duration, page, ratio, write
-from processes import HERE, Program, Spread, alternate
+from processes import HERE, Spread
 from run import DOCS, machine
-from slices import peak, times
 
 _SCRIPT = "sliced_blocks.py"
 _SHARDED = ("--sharding", "parameters")
@@ -39,7 +38,6 @@ def main() -> None:
     sections = [
         gradients(rounds, args.quick),
         parameters(rounds, args.quick),
-        on_one_host(rounds, args.quick),
     ]
     text = page("Messages during computing", facts, sections)
     if args.quick:
@@ -79,11 +77,9 @@ def between_hosts(title: str, sizes: Sizes, received: float, rounds: int, quick:
     exchange = received / _RATE
     section = Section(
         title,
-        f"A rank on each of two network namespaces, {sizes.blocks} blocks of width {_WIDTH}, "
-        f"{sizes.microbatches} microbatches of {sizes.samples} samples. A rank receives "
-        f"{received / 1e6:.0f} MB in a step. `computing`: a step of one rank with half of the "
-        "microbatches. `exchange`: those bytes at the link's rate, headers not counted. `at best`: "
-        "the greater of both.",
+        f"{sizes.blocks} blocks of width {_WIDTH}, {sizes.microbatches} microbatches. `computing`: "
+        "a step of one rank with half of them. `exchange`: "
+        f"{received / 1e6:.0f} MB for each rank at the link's rate. `at best`: the greater.",
         ("library", "a step, one after the other", "a step, at once", "faster", "computing",
          "exchange", "at once / at best"),
     )  # fmt: skip
@@ -125,43 +121,6 @@ def step_on(launcher: Launcher, num_hosts: int, sizes: Sizes, quick: bool, *more
     if ended.exit_code or not results:
         sys.exit("\n".join(["ahead: ranks on hosts have failed", *lines]))
     return statistics.median(results[0]["seconds"])
-
-
-def on_one_host(rounds: int, quick: bool) -> Section:
-    """Two ranks on two cores, both of which compute: nothing to hide, and nothing to lose."""
-    width = 256 if quick else 2048
-    size = ("--width", str(width), "--blocks", "6", "--repeats", "1" if quick else "5", *_SHARDED)
-    programs = []
-    launchers: dict[str, Literal["mpirun", "torchrun"]] = {"gloo": "torchrun", "MPI": "mpirun"}
-    for library, launcher in launchers.items():
-        for samples in ("32", "256"):
-            for name, more in (("one after the other", ("--waits",)), ("ahead", ())):
-                arguments = (*size, "--samples", samples, *more)
-                title = f"{library}, {samples} samples, {name}"
-                programs.append(Program(title, _SCRIPT, arguments, launcher, 2))
-    results = alternate(programs, rounds)
-    section = Section(
-        "`sharding=parameters`, one host",
-        f"2 ranks with a core each, 6 blocks of width {width}, 8 microbatches. Ranks of one host "
-        "move what they gather with the cores that they compute with.",
-        ("", "one after the other", "ahead", "faster", "peak", "peak, ahead"),
-        raw=dict(results),
-    )
-    for title in [name.rpartition(",")[0] for name in results if name.endswith("ahead")]:
-        waits, ahead = (results[f"{title}, {name}"] for name in ("one after the other", "ahead"))
-        pair = [times(found) for found in (waits, ahead)]
-        section.rows.append(
-            (
-                title,
-                *(duration(Spread.of(seconds)) for seconds in pair),
-                ratio(Spread.of_ratios(*pair)),
-                *(f"{peak(found) / _MIB:,.0f} MiB" for found in (waits, ahead)),
-            )
-        )
-        section.raw[f"{title}, same bits"] = len({r["digest"] for r in (*waits, *ahead)}) == 1
-    same = all(value for name, value in section.raw.items() if name.endswith("same bits"))
-    section.at_most("the same bits both ways", "all cases" if same else "not all cases", same)
-    return section
 
 
 if __name__ == "__main__":

@@ -39,7 +39,6 @@ def main() -> None:
     facts = machine(("torch", "mpi4py")) | {"command": command("hosts")}
     shapes = ("lan",) if args.quick else SHAPES
     sections = [section_of(launcher, shapes, args.quick) for launcher in _LAUNCHERS]
-    sections.append(overlap(("1gbit",) if args.quick else ("1gbit", "100mbit"), args.quick))
     text = page("Hosts of several ranks", facts, sections, _METHOD)
     if args.quick:
         print(text)
@@ -95,45 +94,6 @@ def measured(launcher: Launcher, shape: str, quick: bool) -> list[dict[str, Any]
     nums = MICROBATCHES[:1] if quick else MICROBATCHES
     argv = ["--parameters", *map(str, PARAMETERS), "--microbatches", *map(str, nums), *effort]
     return on_hosts("host_sums.py", argv, launcher, shape, HOSTS, RANKS)
-
-
-def overlap(shapes: Sequence[str], quick: bool) -> Section:
-    """What could be won by exchanging while the last backward pass goes on."""
-    section = Section(
-        "What overlap could hide",
-        "Two hosts of a rank each, with a core each. Buckets could be exchanged during the "
-        "backward pass of the last microbatch: `at most faster` is the bound if a core is free "
-        "for it. One microbatch a rank, where it hides most; the file with raw numbers has four "
-        "too.",
-        ("library", "network", "parameters", "computing",
-         "last backward", "exchange", "CPU used by the exchange", "a step, at most faster",
-         "where no core is free"),
-    )  # fmt: skip
-    models = ("mlp_0p8m",) if quick else ("mlp_0p8m", "transformer_27m")
-    argv = ["--models", *models, "--microbatches", "1", "4", "--repeats", "1" if quick else "5"]
-    for launcher in _LAUNCHERS:
-        for shape in shapes:
-            found = on_hosts("overlap_bound.py", argv, launcher, shape, 2, 1)
-            section.raw[f"{launcher}, {shape}"] = found
-            few = [case for case in found if case["microbatches"] == 1]  # overlap hides most there
-            section.rows += [(launcher, shape, *cells_of(case)) for case in few]
-    return section
-
-
-def cells_of(case: dict[str, Any]) -> Sequence[str]:
-    """A case of `overlap_bound.py`."""
-    computing, last, exchange, busy = (
-        case[f"{name}_s"] for name in ("computing", "last_backward", "exchange", "exchange_cpu")
-    )
-    step = computing + exchange
-    hidden = min(last, exchange)
-    waiting = min(last, max(0.0, exchange - busy))
-    return (
-        f"{case['parameters']:,}",
-        *(f"{1e3 * seconds:,.1f} ms" for seconds in (computing, last, exchange)),
-        f"{min(1.0, busy / exchange):.0%}",
-        f"{step / (step - hidden):.2f}", f"{step / (step - waiting):.2f}",
-    )  # fmt: skip
 
 
 def on_hosts(

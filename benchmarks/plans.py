@@ -143,21 +143,19 @@ def section_of(pairs: Sequence[Pair]) -> Section:
         f"{_SECONDS:.0f} s on as many ranks; the fastest of each counts. A step is the median of "
         "reports; memory is the greatest resident set of a rank. `1gbit`, `100mbit`, `20ms`: two "
         "network namespaces with a rank each (`benchmarks/lab`). `rounds`: how far "
-        "trainings of the same program were apart. The file with raw numbers has the parts of "
-        "each prediction, and the rows of 3 and 4 ranks, which take turns on two cores.",
+        "trainings of the same program were apart. The file with raw numbers has memory too, the "
+        "parts of each prediction, and the rows of 3 and 4 ranks.",
         (
-            "task", "where", "ranks", "predicted", "measured", "off", "rounds", "memory", "off",
+            "task", "where", "ranks", "predicted, ms", "measured, ms", "off", "rounds",
         ),
     )  # fmt: skip
     for pair in pairs:
         if pair.ranks in _NOT_SHOWN:
             continue
-        step, peak = pair.errors
         section.rows.append(
             (
-                pair.case, pair.where, str(pair.ranks), f"{1e3 * pair.predicted[0]:.2f} ms",
-                f"{1e3 * pair.measured[0]:.2f} ms", f"{step:+.1%}", f"{pair.spread:.1%}",
-                f"{pair.measured[1] / 2**20:.0f} MiB", f"{peak:+.1%}",
+                pair.case, pair.where, str(pair.ranks), f"{1e3 * pair.predicted[0]:.2f}",
+                f"{1e3 * pair.measured[0]:.2f}", f"{pair.errors[0]:+.1%}", f"{pair.spread:.1%}",
             )
         )  # fmt: skip
     section.raw["rows"] = [pair.__dict__ for pair in pairs]

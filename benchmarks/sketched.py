@@ -69,8 +69,8 @@ def speed(widths: tuple[int, ...], rounds: int) -> Section:
         "products over the terms and their mean, by autograd. `as bits`: U is unpacked in each "
         "pass. `fold`: U is signs and a fold (CountSketch).",
         (
-            "d", "k, L", "dense", "term by term", "fused", "as bits", "fold",
-            "dense / term by term", "dense / fused", "term by term / fused", "dense / fold",
+            "d", "k, L", "dense, ms", "term by term, ms", "fused, ms", "as bits, ms", "fold, ms",
+            "dense / fused", "term by term / fused", "dense / fold",
         ),
     )  # fmt: skip
     gains, folds, missed = [], [], []
@@ -86,9 +86,9 @@ def speed(widths: tuple[int, ...], rounds: int) -> Section:
             folds.append(best["term by term"] / best["fold"])
             section.rows.append(
                 [
-                    str(width), f"{k}, {terms}", *map(shown, best.values()),
-                    f"{over['term by term']:.1f}", f"{over['fused']:.1f}", f"{gains[-1]:.2f}",
-                    f"{over['fold']:.1f}",
+                    str(width), f"{k}, {terms}",
+                    *(shown(seconds).removesuffix(" ms") for seconds in best.values()),
+                    f"{over['fused']:.1f}", f"{gains[-1]:.2f}", f"{over['fold']:.1f}",
                 ]
             )  # fmt: skip
             target = TARGETS.get(width, (0,) * 5)[place]

@@ -52,13 +52,10 @@ def measured(folder: Path, rounds: int) -> Section:
     section = Section(
         "Bytes and samples per second",
         f"{NUM_FILES} files of {LINES:,} JSON lines with {FEATURES} numbers each, a "
-        "`datasets.IterableDataset` that is read once, in the training process; a perceptron, "
-        f"global batches of {BATCH} samples, {MICROBATCHES} microbatches. DDP over gloo, with "
-        "`split_dataset_by_node` and a DataLoader, in one pass, or accumulating gradients of as "
-        f"many microbatches. Time is that of steps after the first {WARMUP}, many of which "
-        "Lockstep does twice, as a check. Bytes are those of the lines that rank 0 reads, some of "
-        "them more than once, for checks at the start. With every line on both ranks, each decodes "
-        "all of them.",
+        "`datasets.IterableDataset`, read in the training process; a perceptron, batches of "
+        f"{BATCH} samples in {MICROBATCHES} microbatches. DDP over gloo, with "
+        "`split_dataset_by_node`, in one pass, or accumulating as many microbatches. Time is that "
+        f"of steps after the first {WARMUP}, many of which Lockstep does twice, as a check.",
         ("", "bytes of rank 0 / all", "samples/s", "/ DDP's", "/ DDP's in microbatches"),
         raw={**results, "bytes": data},
     )
