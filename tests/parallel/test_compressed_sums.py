@@ -96,7 +96,7 @@ def leaves_of(step: int, num: int, missing: float = 0.3) -> list[Leaf]:
 def reduce(made: CompressedReduction, own: Range, leaves: Sequence[Leaf], step: int) -> None:
     made.restart()
     for i in range(*own):
-        made.fold.add([*leaves[i].tensors, buffers(step, i)], leaves[i].scalars)
+        made.leaf_sums.add([*leaves[i].tensors, buffers(step, i)], leaves[i].scalars)
     made.reduce()
 
 
@@ -189,7 +189,7 @@ def test_what_is_not_sent_is_kept(name: str) -> None:
     for step in range(steps):
         made.restart()
         for m in range(num):
-            made.fold.add([*tame(step, m), buffers(step, m)], scalars)
+            made.leaf_sums.add([*tame(step, m), buffers(step, m)], scalars)
         made.reduce()
         kept.commit()
         for so_far, total in zip(sent, made.total.segments, strict=False):
@@ -224,7 +224,7 @@ def test_what_is_not_finite_shows_in_its_tensor_and_in_no_other(
         made.restart()
         for m in range(num):
             scalars = torch.zeros(NUM_SCALARS, dtype=torch.float64)
-            made.fold.add([*tensors[m], buffers(0, m)], scalars)
+            made.leaf_sums.add([*tensors[m], buffers(0, m)], scalars)
         made.reduce()
         found = [
             total[offset : offset + shape.numel()].isfinite().all().item()
@@ -244,7 +244,7 @@ def test_without_feedback_drawn_elements_stand_for_the_others() -> None:
         kept.step = step
         made.restart()
         for m in range(num):
-            made.fold.add(
+            made.leaf_sums.add(
                 [*tame(0, m), buffers(0, m)], torch.zeros(NUM_SCALARS, dtype=torch.float64)
             )
         made.reduce()
@@ -264,6 +264,6 @@ def test_an_attempt_that_was_given_up_leaves_nothing(name: str) -> None:
     expected = bits_of(made)
     made.restart()
     for i in range(2):
-        made.fold.add([*leaves_of(7, num)[i].tensors, buffers(7, i)], leaves_of(7, num)[i].scalars)
+        made.leaf_sums.add([*leaves_of(7, num)[i].tensors, buffers(7, i)], leaves_of(7, num)[i].scalars)
     reduce(made, Range(0, num), leaves_of(0, num), 0)
     assert bits_of(made) == expected

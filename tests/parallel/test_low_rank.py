@@ -30,7 +30,7 @@ def step(kept: States, leaves: list[list[Tensor | None]], feeds_back: bool = Tru
     made = reduction(LocalTransport(), [Range(0, NUM)], kept, "lowrank", feeds_back)
     made.restart()
     for m, leaf in enumerate(leaves):
-        made.fold.add([*leaf, buffers(0, m)], SCALARS)
+        made.leaf_sums.add([*leaf, buffers(0, m)], SCALARS)
     made.reduce()
     kept.commit()
     return [

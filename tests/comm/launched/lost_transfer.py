@@ -30,7 +30,7 @@ def transport(group: dist.ProcessGroup, rank: int) -> ElasticTransport:
     made = ElasticTransport.__new__(ElasticTransport)
     made.__dict__.update(name="gloo", group=group, rank=rank, _supervision=Bereaved())
     made.__dict__.update(_connections=Connections(HOST))
-    made.__dict__.update(_subgroups=[], _builders=[], _left_behind=[])
+    made.__dict__.update(_subgroups=[], _builders=[], _left_behind=[], under_way=[])
     return made
 
 
