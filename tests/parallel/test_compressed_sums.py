@@ -264,6 +264,8 @@ def test_an_attempt_that_was_given_up_leaves_nothing(name: str) -> None:
     expected = bits_of(made)
     made.restart()
     for i in range(2):
-        made.leaf_sums.add([*leaves_of(7, num)[i].tensors, buffers(7, i)], leaves_of(7, num)[i].scalars)
+        made.leaf_sums.add(
+            [*leaves_of(7, num)[i].tensors, buffers(7, i)], leaves_of(7, num)[i].scalars
+        )
     reduce(made, Range(0, num), leaves_of(0, num), 0)
     assert bits_of(made) == expected

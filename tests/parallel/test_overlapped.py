@@ -136,6 +136,24 @@ def test_gradients_that_come_in_pieces_wait_for_the_end() -> None:
     assert on_ranks(2, body) == [[tree_sum(doubled)] * 3] * 2
 
 
+def test_a_gradient_that_comes_in_pieces_later_only_is_an_error() -> None:
+    """As that of a shared block which a later pass calls more often than the first one."""
+    ranges, leaves = split(4, 2), wild_leaves(4)
+
+    def body(transport: ThreadTransport) -> int:
+        made, sums = overlapped(transport, ranges, 1)
+        own, order = ranges[transport.rank], [*range(len(SHAPES))]
+        passes(sums, own, leaves, order)
+        made.reduce()
+        made.restart()
+        with pytest.raises(LateGradientError) as caught:
+            passes(sums, own, leaves, [*order, 1])
+        made.reduce()
+        return caught.value.index
+
+    assert on_ranks(2, body) == [1, 1]
+
+
 @pytest.mark.parametrize("kind", ["once more", "in place"])
 def test_a_gradient_that_changes_after_it_was_sent_is_an_error(kind: str) -> None:
     ranges, leaves = split(2, 2), wild_leaves(2)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.config.parsing import parse_json, shown
 from lockstep.data.loader import set_epoch
-from lockstep.data.random import data_digest, has_drawn, seed_all
+from lockstep.data.random import data_digest, has_drawn, is_digested_whole, seed_all
 from lockstep.errors import DataError
 
 _SKIPPED_AT_ONCE = 64
@@ -260,10 +260,14 @@ def note_draws(make: Callable[[Draws], Pass], draws: Draws, count: int) -> None:
         count: number of samples to read.
     """
     found, known = set(), (Draws(seen=False), Draws(seen=True))
+    is_seen_whole = True
     for one in map(make, known):
-        found.add(data_digest(one.take(count)))
+        samples = one.take(count)
+        found.add(data_digest(samples))
+        is_seen_whole = is_seen_whole and is_digested_whole(samples)
         one.close()
-    draws.seen = draws.seen or known[0].seen or len(found) > 1
+    # What the digest cannot see may have been drawn.
+    draws.seen = draws.seen or known[0].seen or len(found) > 1 or not is_seen_whole
 
 
 def _load(owner: Any, state: Any) -> None:

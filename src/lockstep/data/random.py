@@ -261,6 +261,15 @@ def _is_plain(value: Any) -> bool:
     return kind in PLAIN
 
 
+def is_digested_whole(value: Any) -> bool:
+    """Whether all of a value counts in `data_digest`."""
+    return not any(_content(leaf) == _by_class(leaf) for leaf in tree_flatten(value)[0])
+
+
+def _by_class(leaf: Any) -> bytes:
+    return f"{type(leaf).__name__} ".encode()
+
+
 def _content(leaf: Any) -> bytes:
     if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
         plain = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
@@ -272,4 +281,4 @@ def _content(leaf: Any) -> bytes:
         return f"bytes {len(leaf)} ".encode() + bytes(leaf)
     if isinstance(leaf, (str, int, float, complex, bool, np.generic, type(None))):
         return f"{type(leaf).__name__} {leaf!r} ".encode(errors="backslashreplace")
-    return f"{type(leaf).__name__} ".encode()
+    return _by_class(leaf)

@@ -204,7 +204,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         compute,
         Optimization(optimizer, schedulers, total_steps, agreed),
         task_state,
-        StepChecks(constants, pass_state, sampler.order_digest),
+        StepChecks(constants, pass_state, sampler.order_digest, sampler.is_epoch_end),
     )
     pass_state.optimizers = kept_by(optimizers_in(optimizer).values())
     rounding = on_all(lambda: rounding_of(config.precision.dtype, runtime.device))

@@ -213,7 +213,10 @@ def completed(task: type[LightningTask], config: TrainConfig) -> TrainConfig:
     one = task(config)
     with kept_generators():
         module = one.build_model()
-    values = one.loaders.defaults | callback_keys(module)
+    wanted = callback_keys(module)
+    if keys_given.get("watch", wanted.get("watch")) != wanted.get("watch"):
+        wanted.pop("watch_mode", None)  # it is that of another metric
+    values = one.loaders.defaults | wanted
     for key, value in keys_given.items():
         values[key] = values.get(key, {}) | value if isinstance(value, dict) else value
     if "num_microbatches" not in keys_given:

@@ -278,7 +278,12 @@ class Fold:
         Args:
             index: its number among those of the leaf.
             tensor: the tensor; `add` makes sure that it stays as it is.
+
+        Raises:
+            LateGradientError: it was added before, and has changed since.
         """
+        if index in self._early:
+            raise LateGradientError(index)
         self._early[index] = tensor, tensor._version
         self._add_last(index, tensor)
 

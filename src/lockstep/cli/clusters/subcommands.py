@@ -151,8 +151,9 @@ def agent(
     `lockstep agent --rendezvous node1:29500 --hosts 3 -n 4 -- train digits --run-dir DIR`.
     """
     with ending_at_interrupt():
-        from lockstep.launching.host.agent import Agent, Rendezvous, rank_argv
-        from lockstep.launching.host.line import Terms
+        from lockstep.launching.host.agent import Agent, rank_argv
+        from lockstep.launching.host.line import Rendezvous, Terms
+        from lockstep.launching.host.output_pump import pumped_output
         from lockstep.launching.job.commands import rank_environment
     argv = rank_argv(command)
     where = Rendezvous.parse(rendezvous)
@@ -162,7 +163,8 @@ def agent(
     variables = rank_environment(int(threads.partition("=")[2]))
     os.environ.clear()
     os.environ.update(variables)
-    code = Agent(where, terms, argv, wait).run()
+    with pumped_output():  # a reader that stalls must not stall the coordinator
+        code = Agent(where, terms, argv, wait).run()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # the store's threads may be anywhere

@@ -119,10 +119,7 @@ def capture_on(device: torch.device) -> Capture | None:
 def reason_against(
     config: TrainConfig, compute: Compute, model: nn.Module, task_state: TaskState
 ) -> str:
-    """Why microbatches are not captured, as far as config, task and model tell; empty if they are.
-
-    The same on all ranks.
-    """
+    """Why microbatches are not captured, as far as config, task and model tell; else empty."""
     if config.compute.graphs is False:
         return "compute.graphs=false"
     if is_divided := _divided(config, compute, model):
@@ -131,8 +128,11 @@ def reason_against(
         return "activation_checkpointing sets states of generators inside a pass"
     if hooked := _hooked(model):
         return hooked
+    if not config.precision.deterministic:
+        return "precision.deterministic=false: a replay cannot be compared to the bit"
     between: list[object] = [hook for hook in task_state.hooks if not hook.first_only]
-    if type(compute.task).after_step is not Task.after_step:
+    kind = type(compute.task)
+    if kind.after_step is not Task.after_step or kind.lr_factor is not Task.lr_factor:
         between.append(compute.task)
     if between and config.compute.graphs == "auto":
         return f"{type(between[0]).__name__} may change what the loss reads between steps"
@@ -220,7 +220,7 @@ class WholePasses:
         config, model = parts.config, parts.model
         self._every, self._is_measured = config.checkpoint.every, config.compute.graphs == "auto"
         self._runtime, self._compute, self._backward = parts.runtime, parts.compute, backward
-        self._loss_scale, self._capture = parts.loss_scale, capture
+        self._loss_scale, self._capture, self._parts = parts.loss_scale, capture, parts
         self._memory = [place.tensor for place in tensor_places(model)] + parts.state.memory
         self._model, self._modules = model, list(model.modules())
         self._stands_on: list[object] = []
@@ -238,7 +238,8 @@ class WholePasses:
             self._stands_on = now
             self._graphs.clear()
         count = step + 1
-        self._is_due = count & step == 0 or (self._every > 0 and count % self._every == 0)
+        is_save_due = count % self._every == 0 if self._every else self._parts.is_epoch_end(count)
+        self._is_due = count & step == 0 or is_save_due
 
     def leaf(self, step: int, microbatch: int, batch: Any) -> Leaf:
         """The leaf of a microbatch; its memory may be overwritten by the next one.

@@ -6,7 +6,7 @@ import copy
 import math
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +59,7 @@ class StepParts:
         storage: where gradients, or parameters too, are while their block is not computed; None if
             they are whole in memory.
         task_state: the task and its hooks.
+        is_epoch_end: whether an epoch ends after so many steps.
     """
 
     runtime: Runtime
@@ -73,6 +74,7 @@ class StepParts:
     tables: Tables | None
     storage: BlockStorage | None
     task_state: TaskState
+    is_epoch_end: Callable[[int], bool]
 
 
 @dataclass
@@ -296,8 +298,7 @@ class Passes:
     def fetched(self, step: int, microbatch: int, batches: Iterator[Any]) -> Any:
         """The next batch, which must be this one; None if there is nothing in it."""
         of_step, number, batch = next(batches)
-        # A rank that has caught up by a copy of the state has not read a step's data: a stream
-        # that is one step behind must not go unnoticed.
+        # The stream of a rank that has caught up by a copy of the state may be one step behind.
         if of_step != step or number != microbatch:
             raise RuntimeError(f"got the data of {[of_step, number]} for {[step, microbatch]}")
         return batch
@@ -366,16 +367,15 @@ class Passes:
             return
         targets = self._compute.targets(step)
         early = sums if isinstance(sums, OverlappedSlices) else None
-        with early.watching(self._flat.tensors) if early is not None else nullcontext():
-            made = self._backward.leaf(microbatch, passed, self._loss_scale.value, targets)
-        if made is None:
-            return
-        if self._tables is not None:
-            self._tables.add(microbatch)
-        leaf, scalars, counted = made
-        # Kept for the message that names the microbatch, should the sum not be finite.
-        self._losses[microbatch] = scalars[0]
         try:
+            with early.watching(self._flat.tensors) if early is not None else nullcontext():
+                made = self._backward.leaf(microbatch, passed, self._loss_scale.value, targets)
+            if made is None:
+                return
+            if self._tables is not None:
+                self._tables.add(microbatch)
+            leaf, scalars, counted = made
+            self._losses[microbatch] = scalars[0]
             sums.add(leaf, self._staged(scalars))
         except LateGradientError as late:
             raise late_gradient(self._flat.entries[late.index].name, bool(early)) from None
@@ -383,7 +383,7 @@ class Passes:
 
     def _count(self, counted: Sequence[float]) -> None:
         # Every microbatch counts on from the same committed value, so the greatest is what one of
-        # them has come to, whichever rank computed it; a sum would depend on their number.
+        # them has come to; a sum would depend on their number.
         self.counters = [max(pair) for pair in zip(self.counters, counted, strict=True)]
 
     def _end_pass(self, step: int, sums: LeafSums) -> None:

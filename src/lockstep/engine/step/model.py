@@ -78,11 +78,13 @@ class StepChecks:
         constants: parameters and buffers that passes must not change.
         pass_state: state that passes may leave in task, hooks, datasets and model.
         order_digest: digest of the order of samples in a step, which all ranks must have alike.
+        is_epoch_end: whether an epoch ends after so many steps.
     """
 
     constants: Constants
     pass_state: PassState
     order_digest: Callable[[int], int]
+    is_epoch_end: Callable[[int], bool]
 
 
 class SlicedParameters:

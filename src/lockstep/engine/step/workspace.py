@@ -13,6 +13,7 @@ from lockstep.comm.ahead import Started
 from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.engine.faults import Moment
 from lockstep.engine.flat_tensors import FlatTensors, Slice
+from lockstep.nn.row import row_of
 from lockstep.parallel.compression.reduction import (
     CompressedReduction,
     LeafStates,
@@ -97,6 +98,10 @@ class Workspace:
             runtime.device,
         )
 
+        row = row_of(parts.model)
+        # Gradients of tied parameters come together after a backward pass only.
+        has_ties = row is not None and any(True for _ in row.ties)
+
         def at(moment: Moment) -> None:
             runtime.at(moment, placement.step)
 
@@ -136,7 +141,7 @@ class Workspace:
                     is_one_host=runtime.is_one_host,
                     hosts=placement.hosts,
                     is_measured=config.exchange == "auto",
-                    overlaps=config.overlap and not placement.are_coupled,
+                    overlaps=config.overlap and not placement.are_coupled and not has_ties,
                 ),
                 at=at,
             )

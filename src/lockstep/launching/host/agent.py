@@ -15,7 +15,7 @@ import sys
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from lockstep.errors import EnvironError, LaunchError
 from lockstep.launching.host.coordinator import Coordinator, named, say
 from lockstep.launching.host.election import Election, Unreachable
 from lockstep.launching.host.group import KILLED, Order, Record
-from lockstep.launching.host.line import Line, Terms
+from lockstep.launching.host.line import Line, Rendezvous, Terms, is_loopback
 from lockstep.launching.host.parent_watch import bound_to_parent
 from lockstep.launching.host.supervisor import (
     ADDRESS,
@@ -51,57 +51,6 @@ _MOST_CONNECT_S = 3.0
 _ANSWER_S = 8.0
 _RETRY_S = 0.2
 _LOOK_S = 0.01
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """Where agents meet: at an address, or where servers of etcd say.
-
-    Attributes:
-        text: as it was given.
-        host: IPv4 address; empty with etcd.
-        port: TCP port; 0 with etcd.
-        servers: host and port of each server of etcd.
-        name: name of the run there.
-    """
-
-    text: str
-    host: str
-    port: int
-    servers: tuple[tuple[str, int], ...] = ()
-    name: str = ""
-
-    @classmethod
-    def parse(cls, text: str) -> Rendezvous:
-        """Read `HOST:PORT` or `etcd://HOST:PORT,…/NAME`.
-
-        Raises:
-            LaunchError: it is something else, or this host does not know the name.
-        """
-        if text.startswith("etcd://"):
-            places, _, name = text.removeprefix("etcd://").partition("/")
-            servers = tuple(_address(text, place) for place in places.split(","))
-            if not name:
-                raise LaunchError(f"--rendezvous {text}: a name of the run is missing at the end")
-            return cls(text, "", 0, servers, name)
-        return cls(text, *_address(text, text))
-
-
-def _address(text: str, place: str) -> tuple[str, int]:
-    """The IPv4 address and port of `HOST:PORT`."""
-    name, _, port = place.rpartition(":")
-    if not name or not port.isdecimal() or not 0 < int(port[:6]) < 65_536:
-        raise LaunchError(
-            f"--rendezvous {text}: must be HOST:PORT, such as node1:29500, or etcd://HOST:PORT/NAME"
-        )
-    try:
-        found = socket.getaddrinfo(name, int(port), socket.AF_INET, socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        raise LaunchError(
-            f"--rendezvous {text}: {socket.gethostname()} does not know the host {name}; give "
-            "a name or an IPv4 address that all hosts know"
-        ) from None
-    return str(found[0][4][0]), int(port)
 
 
 def rank_argv(command: Sequence[str]) -> list[str]:
@@ -161,6 +110,11 @@ class Agent:
         if rendezvous.servers:
             self._election = self._new_election()
         else:
+            if terms.hosts > 1 and is_loopback(rendezvous.host) and not rendezvous.is_loopback:
+                raise LaunchError(
+                    f"--rendezvous {rendezvous.text}: {socket.gethostname()} knows this name as "
+                    f"{rendezvous.host}, which no other host reaches; give its IPv4 address"
+                )
             self._coordinate(rendezvous.host, rendezvous.port)
 
     def run(self) -> int:
@@ -215,6 +169,8 @@ class Agent:
         began = time.monotonic()
         refused_at: float | None = None
         while self._processes.unheard is None:
+            if time.monotonic() > self._answered_at + self._lease_s and (slots := self._kill()):
+                say(f"no coordinator for {self._lease_s:g} s: {named(slots)} ended")
             try:
                 address = self._address()
                 if isinstance(address, int):
@@ -231,13 +187,14 @@ class Agent:
                 say("the coordinator has ended, and the run with it; start all agents again")
                 return GONE
             if now > began + self._patience_s:
+                if self._has_been_in:
+                    say("no coordinator has come back; start all agents again")
+                    return GONE
                 raise EnvironError(
                     f"--rendezvous {self._rendezvous.text}: nobody has answered there within "
                     f"{self._patience_s:g} s; start one agent on that host with the same "
                     "arguments, or etcd, and let TCP connections through"
                 )
-            if now > self._answered_at + self._lease_s and (slots := self._kill()):
-                say(f"no coordinator for {self._lease_s:g} s: {named(slots)} ended")
             self._listen(None, _RETRY_S)
         return KILLED + self._processes.unheard
 
@@ -272,6 +229,8 @@ class Agent:
         hello = {"terms": asdict(self._terms), "id": self._id, "host": socket.gethostname()}
         line.send(**hello, ranks=ranks)
         deadline, is_over = asked_at + _ANSWER_S, False
+        if len(self._processes):  # which are not to outlive the lease
+            deadline = min(deadline, self._answered_at + self._lease_s)
         while time.monotonic() < deadline and not is_over:
             messages, is_over = line.read()
             first = messages[0] if messages else {}
@@ -363,7 +322,8 @@ class Agent:
             PORT: message["store"][1],
             # By which this host reaches the others, whichever interfaces it has.
             ADDRESS: line.connection.getsockname()[0],
-            TIMEOUT: math.ceil(self._terms.host_timeout_s),
+            # With etcd a loss may be told only by the next coordinator.
+            TIMEOUT: math.ceil(max(self._terms.host_timeout_s, self._lease_s)),
         }
 
     def _leave(self, line: Line, why: str) -> None:
@@ -386,12 +346,17 @@ class Agent:
         Raises:
             OSError: it reaches none.
         """
-        problem: OSError | None = None
+        problem, local = OSError("there is no server"), ""
         for server in self._rendezvous.servers:
             try:
                 with socket.create_connection(server, timeout=self._connect_s) as connection:
-                    return str(connection.getsockname()[0])
+                    own = str(connection.getsockname()[0])
             except OSError as error:
                 problem = error
-        assert problem is not None
+                continue
+            if not is_loopback(own):
+                return own
+            local = own  # a server of this host: others do not reach it by this address
+        if local:
+            return local
         raise problem

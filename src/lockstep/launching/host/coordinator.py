@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from lockstep.comm.torchdist.supervision import FromRank
@@ -205,7 +206,7 @@ class Coordinator(Leader):
             agent.heard_at = time.monotonic()
             try:
                 self._take(agent, message)
-            except (KeyError, TypeError, ValueError):  # no agent of this version would say so
+            except (AttributeError, KeyError, TypeError, ValueError):  # no agent would say so
                 is_over = True
             if agent not in self._agents:
                 return
@@ -265,9 +266,13 @@ class Coordinator(Leader):
         known = sorted((a for a in self._agents if a.id), key=lambda a: a.id != self._own)
         if not self._has_begun:
             is_late = time.monotonic() > self._since + self._terms.host_timeout_s / 2
-            if any(agent.records for agent in known):
-                if is_late or len(known) >= self._terms.hosts:
+            holding = sum(bool(agent.records) for agent in known)
+            if holding:
+                # Spares do not count: whoever comes later with ranks has to end them.
+                if is_late or holding >= self._terms.hosts:
                     self._take_over(known)
+            elif not is_late and self._may_be_taken_over:
+                return
             elif len(known) >= self._terms.hosts and known[0].id == self._own:
                 if self._election is not None and not self._election.begin():
                     self._is_elected = False
@@ -281,6 +286,15 @@ class Coordinator(Leader):
             agent = waiting.pop(0)
             self._start(agent, range(self._terms.ranks))
             say(f"{agent.name} joins with {named(agent.slots)}")
+
+    @cached_property
+    def _may_be_taken_over(self) -> bool:
+        """Whether agents may come that have ranks of a run which is not over; asks etcd."""
+        if self._election is None:
+            return False
+        with suppress(Unreachable):
+            return self._election.newest()[0] > 0 and self._election.ended() is None
+        return True
 
     def _take_over(self, agents: Iterable[_Agent]) -> None:
         """Go on with the ranks that agents have under another coordinator."""

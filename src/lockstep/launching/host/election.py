@@ -46,7 +46,8 @@ class Election:
             etcd3gw.Etcd3Client(host, port, timeout=timeout_s, api_path="/v3/")
             for host, port in endpoints
         ]
-        self._failures = (etcd3gw.exceptions.Etcd3Exception, ValueError, KeyError)
+        # Errors of requests are OSErrors.
+        self._failures = (etcd3gw.exceptions.Etcd3Exception, OSError, ValueError, KeyError)
         self._name = name
         self._lease, self._revision = "0", "-1"
         self.valid_until = 0.0
@@ -67,7 +68,9 @@ class Election:
         key = self._key("coordinator")
         put = {"key": key, "value": _encoded(value), "lease": self._lease}
         is_free = {"key": key, "target": "CREATE", "result": "EQUAL", "create_revision": "0"}
-        self._transaction([is_free], [{"requestPut": put}])
+        # Who is elected forgets how an earlier run of this name has ended.
+        forget = {"requestDeleteRange": {"key": self._key("ended")}}
+        self._transaction([is_free], [{"requestPut": put}, forget])
         # Looked at, since a request that has got no answer may have been carried out.
         found = self._post("kv/range", {"key": key}).get("kvs", [])
         if not found or _decoded(found[0]["value"]) != value:
@@ -79,7 +82,7 @@ class Election:
     def keep(self) -> None:
         """Ask for more time, which `valid_until` tells; nothing changes if there is none."""
         asked_at = time.monotonic()
-        answer = self._post("lease/keepalive", {"ID": self._lease})["result"]
+        answer = self._post("lease/keepalive", {"ID": self._lease}).get("result", {})
         if int(answer.get("TTL", 0)) > 0:
             self.valid_until = asked_at + SHARE * self.lease_s
 
@@ -144,7 +147,10 @@ class Election:
         for _ in range(len(self._clients)):
             client = self._clients[0]
             try:
-                return client.post(client.get_url(path), json=body)
+                answer = client.post(client.get_url(path), json=body)
+                if "error" in answer:
+                    raise ValueError(str(answer["error"]))
+                return answer
             except self._failures as error:
                 problem = str(error) or repr(error)
                 self._clients.append(self._clients.pop(0))

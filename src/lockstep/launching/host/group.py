@@ -151,7 +151,8 @@ class Group:
         lost = Member("lost", is_new=False, is_alive=False, exit_code=KILLED)
         size = max([num_slots, *(record.slot + 1 for record in known)])
         self._all = [replace(lost) for _ in range(size)]
-        self.generation = generation
+        # etcd's number may be an older one, written late.
+        self.generation = max(generation, *(record.generation for record in known))
         newest = max(record.generation for record in known)
         present = [record for record in known if record.generation == newest]
         is_whole = any(record.is_whole for record in present)
@@ -173,7 +174,10 @@ class Group:
                     self._tell([record.slot], ToRank(lost=record.generation))
         orders = self._taken()
         for record in known:
-            if record.exit_code is None and record.pending is not None:
+            if record.pending is None:
+                continue
+            # Who has ended by now may have left, or asked for the end of all, before.
+            if record.exit_code is None or record.pending.say != "meet":
                 orders += self.hear(record.slot, record.pending)
         return orders
 

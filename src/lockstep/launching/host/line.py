@@ -1,4 +1,4 @@
-"""The lines between agents and their coordinator, and what both have to agree on.
+"""The lines between agents and their coordinator, where they meet, and what they agree on.
 
 A line is JSON over TCP, a message a line of text. Who connects has to know what the run is, but no
 secret: use a network of your own, as for the ranks themselves.
@@ -10,6 +10,8 @@ import json
 import socket
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from lockstep.errors import LaunchError
 
 _MAX_BYTES = 1 << 20
 """Of what has come on a line without an end of a message."""
@@ -69,7 +71,7 @@ class Line:
         for text in texts:
             try:
                 message = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 message = None
             if not isinstance(message, dict):
                 return messages, True
@@ -109,3 +111,64 @@ class Terms:
         different = [name for name, value in own.items() if other.get(name) != value]
         shown = (f"{name} is {own[name]} here, {other.get(name)} there" for name in different)
         return "; ".join(shown)
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where agents meet: at an address, or where servers of etcd say.
+
+    Attributes:
+        text: as it was given.
+        host: IPv4 address; empty with etcd.
+        port: TCP port; 0 with etcd.
+        servers: host and port of each server of etcd.
+        name: name of the run there.
+    """
+
+    text: str
+    host: str
+    port: int
+    servers: tuple[tuple[str, int], ...] = ()
+    name: str = ""
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether its user has asked for an address that no other host reaches."""
+        return is_loopback(self.text.rpartition(":")[0])
+
+    @classmethod
+    def parse(cls, text: str) -> Rendezvous:
+        """Read `HOST:PORT` or `etcd://HOST:PORT,…/NAME`.
+
+        Raises:
+            LaunchError: it is something else, or this host does not know the name.
+        """
+        if text.startswith("etcd://"):
+            places, _, name = text.removeprefix("etcd://").partition("/")
+            servers = tuple(_address(text, place) for place in places.split(","))
+            if not name:
+                raise LaunchError(f"--rendezvous {text}: a name of the run is missing at the end")
+            return cls(text, "", 0, servers, name)
+        return cls(text, *_address(text, text))
+
+
+def _address(text: str, place: str) -> tuple[str, int]:
+    """The IPv4 address and port of `HOST:PORT`."""
+    name, _, port = place.rpartition(":")
+    if not name or not port.isdecimal() or not 0 < int(port[:6]) < 65_536:
+        raise LaunchError(
+            f"--rendezvous {text}: must be HOST:PORT, such as node1:29500, or etcd://HOST:PORT/NAME"
+        )
+    try:
+        found = socket.getaddrinfo(name, int(port), socket.AF_INET, socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        raise LaunchError(
+            f"--rendezvous {text}: {socket.gethostname()} does not know the host {name}; give "
+            "a name or an IPv4 address that all hosts know"
+        ) from None
+    return str(found[0][4][0]), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name says that only processes of the same host can reach it."""
+    return host == "localhost" or host.startswith("127.")
