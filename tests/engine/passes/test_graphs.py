@@ -254,7 +254,9 @@ def test_a_number_that_changes_between_steps_is_found(
     train(Growing, tmp_path / "auto", steps=4)
     assert not played.num_captured  # `after_step` might change anything
     monkeypatch.setattr(assembly, "check_graphs_fit", lambda *args: None)
-    with pytest.raises(TaskError, match=r"step [0-9]+: the CUDA graph .* changed since step [0-9]+"):
+    with pytest.raises(
+        TaskError, match=r"step [0-9]+: the CUDA graph .* changed since step [0-9]+"
+    ):
         train(Growing, tmp_path / "true", compute={"graphs": True})
     assert played.num_captured
 
