@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.nn.unit_models import Normed, Words
+from tests.nn.unit_models import AsItIs, Normed, Words
 from tests.thread_transport import ThreadTransport, on_ranks
 from torch import nn
 
@@ -65,6 +65,7 @@ class Rank:
 
     def __init__(self, transport: ThreadTransport, root: Path, **keys: Any) -> None:
         self.events: list[Event] = []
+        made = keys.pop("task", type("Words", (Words,), {"kind": Normed}))
         config = TrainConfig(
             mesh=MeshConfig(pp=keys.pop("pp", 1)),
             checkpoint=CheckpointConfig(file_bytes=FILE_BYTES),
@@ -72,8 +73,7 @@ class Rank:
         )
         cpu = torch.device("cpu")
         runtime = Runtime(transport, cpu, transport.rank, "python", 0, self.events.append, nothing)
-        task = type("Words", (Words,), {"kind": Normed})()
-        self.parts: Parts = assemble(task, config, runtime)
+        self.parts: Parts = assemble(made(), config, runtime)
         directory = RunDirectory(root)
         directory.checkpoints.mkdir(parents=True, exist_ok=True)
         self.saver = Checkpointer(config, runtime, self.parts, directory, lambda folder: None)
@@ -153,6 +153,38 @@ def test_any_mesh_writes_the_same_files_and_reads_them(tmp_path: Path, meshes: l
             return there, rank.digest
 
         assert set(on_ranks(size, body)) == {(before, after)}, mesh
+
+
+class Turned(Normed):
+    """Saves a weight in another order than it computes with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.register_state_dict_post_hook(turn)  # type: ignore[no-untyped-call]
+        self.norm.register_load_state_dict_pre_hook(turn)  # type: ignore[no-untyped-call]
+
+
+def turn(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    state[f"{prefix}weight"] = state[f"{prefix}weight"].flip(0)
+
+
+def test_what_hooks_make_of_parameters_is_saved(tmp_path: Path) -> None:
+    task, found = type("Turns", (AsItIs,), {"kind": Turned}), {}
+    for sharding, size in (("none", 1), ("optimizer", 2), ("gradients", 2)):
+
+        def body(transport: ThreadTransport, sharding: str = sharding) -> list[bool]:
+            rank = Rank(transport, tmp_path / sharding, task=task, sharding=sharding)
+            rank.train(0, 1)
+            rank.saver.finish(Progress(step=1))
+            model = rank.parts.train_step.model
+            before = [tensor.clone() for tensor in model.parameters()]
+            rank.train(1, 2)
+            rank.saver.resume()
+            return [*map(torch.equal, before, model.parameters())]
+
+        assert all(all(same) for same in on_ranks(size, body)), sharding
+        found[sharding] = tensor_files(tmp_path / sharding / "checkpoints" / "step_00000001")
+    assert found["optimizer"] == found["gradients"] == found["none"]
 
 
 def test_ranks_that_do_not_see_the_folder_leave_all_to_rank_0(
