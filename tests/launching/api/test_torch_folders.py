@@ -63,6 +63,10 @@ def test_an_index_that_names_other_things_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"is damaged: not the index .* names "):
         dcp.Folder(tmp_path)
     assert not (tmp_path / "harm").exists()
+    (tmp_path / dcp.INDEX).write_bytes(b"cpathlib\nPosixPath\n(N}(Vname\nVx\nutb.")
+    with pytest.raises(CheckpointError, match=r"is damaged: .* sets attributes of other things"):
+        dcp.Folder(tmp_path)
+    assert Path("/a/b").name == "b"
     (tmp_path / dcp.INDEX).write_bytes(b"\x80\x04.")
     with pytest.raises(CheckpointError, match=r"is damaged"):
         dcp.Folder(tmp_path)

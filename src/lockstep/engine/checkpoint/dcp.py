@@ -6,6 +6,7 @@ tensors are loaded by `torch.load(weights_only=True)`.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -15,7 +16,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -59,8 +60,20 @@ def _silent() -> Iterator[None]:
         yield
 
 
-class _Index(pickle.Unpickler):
+class _Index(pickle._Unpickler):
     """Loads descriptions of tensors, and refuses all else."""
+
+    # That of the class in C, which is faster, cannot be replaced.
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+
+    def load_build(self) -> None:
+        # Else it could set attributes of a class, such as the methods of `pathlib.PosixPath`.
+        stack = self.stack  # type: ignore[attr-defined]
+        if not dataclasses.is_dataclass(type(stack[-2])):
+            raise pickle.UnpicklingError("sets attributes of other things")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
