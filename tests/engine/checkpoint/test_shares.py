@@ -28,8 +28,8 @@ from lockstep.engine.checkpoint import share as share_module
 from lockstep.engine.checkpoint.checkpointer import Checkpointer
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.run_directory import RunDirectory
-from lockstep.engine.checkpoint.share import GivenUp, OwnShare
-from lockstep.engine.checkpoint.tensor_files import in_memory
+from lockstep.engine.checkpoint.share import GatheringFailed, GivenUp, Held, OwnShare
+from lockstep.engine.checkpoint.tensor_files import Kind, in_memory
 from lockstep.engine.events import Checkpointed, Event, Warned
 from lockstep.engine.optimizer import flat_optimizer
 from lockstep.engine.run.progress import Progress
@@ -245,6 +245,24 @@ def test_a_full_disk_of_one_rank_is_a_warning(
     assert [type(event) for event in events] == [Warned, Checkpointed]
     assert "No space left on device (rank 1)" in events[0].message  # type: ignore[union-attr]
     assert [p.name for p in (tmp_path / "checkpoints").glob("*step*")] == ["step_00000001"]
+
+
+def test_a_rank_that_cannot_gather_ends_instead_of_going_on(tmp_path: Path) -> None:
+    """The others wait for it in another collective than its next one."""
+
+    class Large(Held):
+        def own(self) -> torch.Tensor:
+            raise MemoryError("too large")
+
+    def body(transport: ThreadTransport) -> None:
+        kind = Kind(torch.float32, torch.Size([2]))
+        files: dict[str, Any] = {"a.safetensors": {"x": Large(kind, 0, None)}}
+        share = OwnShare(checkpoint.begin(tmp_path, 1), 0, files, [["a.safetensors"]])
+        own, _ = share.gathered(transport, torch.device("cpu"))
+        with pytest.raises(GatheringFailed, match=r"MemoryError: too large"):
+            share.write(own)
+
+    on_ranks(1, body)
 
 
 def test_what_a_lost_rank_has_not_written_is_given_up(tmp_path: Path) -> None:

@@ -90,6 +90,10 @@ class Held(Scattered):
         return next(iter(parts.values())).view(self.kind.shape)
 
 
+class GatheringFailed(Exception):
+    """This rank cannot take part in a collective that the others are in: the run must end."""
+
+
 def gathered(
     transport: Transport, wanted: Sequence[Sequence[Scattered]], device: torch.device
 ) -> Iterator[Tensor]:
@@ -104,11 +108,17 @@ def gathered(
 
     Raises:
         GroupBroken: a rank was lost.
+        GatheringFailed: this rank could not go on, such as for want of memory.
     """
     rounds = [_rounds(of_rank) for of_rank in wanted]
     for number in range(max(map(len, rounds))):
         now = [of_rank[number] if number < len(of_rank) else [] for of_rank in rounds]
-        yield from _gathered_at_once(transport, now, device)
+        try:
+            yield from _gathered_at_once(transport, now, device)
+        except GroupBroken:
+            raise
+        except Exception as error:
+            raise GatheringFailed(f"{type(error).__name__}: {error}") from error
 
 
 def _rounds(wanted: Sequence[Scattered]) -> list[list[Scattered]]:
@@ -226,11 +236,12 @@ class OwnShare:
 
         Raises:
             GroupBroken: a rank was lost whose tensors are gathered.
+            GatheringFailed: see `gathered`.
         """
         note: dict[str, Any]
         try:
             note = {"files": checkpoint.write_files(self.folder, files)}
-        except GroupBroken:
+        except (GroupBroken, GatheringFailed):
             raise
         except OSError as error:
             note = {"error": f"{error.strerror or error} (rank {self._rank})"}
