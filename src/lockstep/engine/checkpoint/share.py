@@ -379,7 +379,7 @@ def opened_everywhere(
     told = transport.gather_json(told)[0]
     opened = snapshot if transport.rank == 0 else None
     if transport.rank != 0 and told is not None:
-        with suppress(CheckpointError), transport.observer.on_disk():
+        with suppress(CheckpointError, OSError), transport.observer.on_disk():
             if checkpoint.read_manifest(Path(told[0]))["sha256"] == told[1]:
                 opened = checkpoint.read(Path(told[0]), is_mapped=True, is_known=True)
     is_everywhere = all(transport.gather_json(opened is not None))
