@@ -24,6 +24,7 @@ from torch import nn
 from lockstep.config import CheckpointConfig, MeshConfig, TrainConfig
 from lockstep.engine.assembly import Parts, assemble
 from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint import share as share_module
 from lockstep.engine.checkpoint.checkpointer import Checkpointer
 from lockstep.engine.checkpoint.format import Snapshot
@@ -216,6 +217,24 @@ def test_ranks_that_do_not_see_the_folder_leave_all_to_rank_0(
         return rank.digest
 
     assert set(on_ranks(2, body)) == {after}
+
+
+def test_a_checkpoint_at_the_same_path_of_another_disk_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = checkpoint.write(tmp_path, Snapshot(1, {"x": torch.zeros(3)}, {}))
+    stamp = listing.stamp_of(folder)
+    assert len(stamp) == 3
+    assert listing.stamp_of(tmp_path) == []
+
+    def body(transport: ThreadTransport) -> bool:
+        snapshot = checkpoint.read(folder) if transport.rank == 0 else None
+        return share_module.opened_everywhere(transport, snapshot) is not None
+
+    assert on_ranks(2, body) == [True, True]
+    stamps = iter([stamp, [0, *stamp[1:]]])
+    monkeypatch.setattr(listing, "stamp_of", lambda folder: next(stamps))
+    assert on_ranks(2, body) == [False, False]
 
 
 @pytest.mark.parametrize("mesh", ["stages", pytest.param("slices", marks=pytest.mark.slow)])

@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lockstep.config.files import open_to_read, temporary_beside
+from lockstep.engine.checkpoint.listing import INDEX
 from lockstep.errors import CheckpointError, ConfigError
 
-INDEX = ".metadata"
 ABOUT = "lockstep.json"
 
 _MODULES = (
@@ -49,6 +49,8 @@ _OTHERS = frozenset(
 )  # fmt: skip
 _PREFIXES = ("", "model.", "app.model.")
 """What the names of a model's tensors may begin with, as programs save them in one with others."""
+_SUFFIX = ".distcp"
+"""Of the files with tensors; `digest` has no others."""
 _CHUNK = 1 << 20
 
 
@@ -117,7 +119,8 @@ class Folder(Mapping[str, Tensor]):
                 for name, entry in tensors.items()
             }
             for place in index.storage_data.values():
-                if Path(place.relative_path).name != place.relative_path:
+                is_here = Path(place.relative_path).name == place.relative_path
+                if not (is_here and place.relative_path.endswith(_SUFFIX)):
                     raise ValueError(f"names the file {place.relative_path}")
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
@@ -162,7 +165,7 @@ def digest(folder: Path) -> str:
     """
     sha = hashlib.sha256()
     try:
-        for path in [folder / INDEX, *sorted(folder.glob("*.distcp"))]:
+        for path in [folder / INDEX, *sorted(folder.glob(f"*{_SUFFIX}"))]:
             sha.update(f"{path.name}\n".encode())
             with open_to_read(path) as file:
                 while chunk := file.read(_CHUNK):

@@ -28,6 +28,7 @@ from lockstep.comm.transport import GroupBroken, Transport, offsets
 from lockstep.config.files import read_text
 from lockstep.config.parsing import parse_object
 from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.tensor_files import Kind, Tensors, grouped, index_name, index_of
 from lockstep.errors import CheckpointError
 
@@ -371,17 +372,20 @@ def opened_everywhere(
         transport: the group of ranks.
         snapshot: what rank 0 has read.
     """
-    told: tuple[str, str] | None = None
+    told: tuple[str, str, list[int]] | None = None
     if snapshot is not None and snapshot.folder is not None:
         folder = snapshot.folder.resolve()
         with suppress(CheckpointError):  # it was removed meanwhile
-            told = (str(folder), checkpoint.read_manifest(folder)["sha256"])
+            digest = checkpoint.read_manifest(folder)["sha256"]
+            told = (str(folder), digest, listing.stamp_of(folder))
     told = transport.gather_json(told)[0]
     opened = snapshot if transport.rank == 0 else None
     if transport.rank != 0 and told is not None:
         with suppress(CheckpointError, OSError), transport.observer.on_disk():
-            if checkpoint.read_manifest(Path(told[0]))["sha256"] == told[1]:
-                opened = checkpoint.read(Path(told[0]), is_mapped=True, is_known=True)
+            folder = Path(told[0])
+            is_same = listing.stamp_of(folder) == told[2]
+            if is_same and checkpoint.read_manifest(folder)["sha256"] == told[1]:
+                opened = checkpoint.read(folder, is_mapped=True, is_known=True)
     is_everywhere = all(transport.gather_json(opened is not None))
     return opened if is_everywhere else None
 
