@@ -296,6 +296,18 @@ def test_what_a_lost_rank_has_not_written_is_given_up(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_rank_that_can_neither_write_nor_remove_its_note_is_not_waited_for(
+    tmp_path: Path,
+) -> None:
+    files: dict[str, Any] = {"a.safetensors": {}}
+    folder = checkpoint.begin(tmp_path, 1)
+    (folder / ".rank_1.json").touch()
+    share = OwnShare(folder, 0, files, [[], ["a.safetensors"]])
+    threading.Timer(0.1, share.all_have_ended).start()
+    with pytest.raises(OSError, match=r"rank 1 could not say what it has written"):
+        checkpoint.write(tmp_path, Snapshot(1, {}, {}), share=share)
+
+
 @pytest.mark.parametrize(
     "name", ["model-00002-of-00003.safetensors", "model.safetensors.index.json"]
 )

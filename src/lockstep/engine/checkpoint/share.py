@@ -34,7 +34,6 @@ from lockstep.errors import CheckpointError
 
 _ROUND_BYTES = 16 << 20
 """About the most bytes that a rank receives in a round, unless a tensor is larger."""
-
 _ALIGNMENT = 8
 """Bytes: what a rank sends of a tensor begins at a multiple of it."""
 _POLL_S = 0.02
@@ -203,7 +202,7 @@ class OwnShare:
         self.folder, self._rank, self._files, self._names = folder, rank, files, names
         self.writers = [by for by, of_rank in enumerate(names) if of_rank]
         self._own_note: dict[str, Any] = {}
-        self._is_given_up = threading.Event()
+        self._is_given_up, self._all_have_ended = threading.Event(), threading.Event()
 
     def gathered(
         self, transport: Transport, device: torch.device
@@ -267,6 +266,10 @@ class OwnShare:
         """Wait no longer for notes of other ranks, some of which may be lost."""
         self._is_given_up.set()
 
+    def all_have_ended(self) -> None:
+        """Expect no more of any note: each rank has written its own, or has failed to."""
+        self._all_have_ended.set()
+
     def entries(self) -> dict[str, Any]:
         """The entries of all files in a manifest, when all ranks have written theirs; on rank 0.
 
@@ -293,12 +296,15 @@ class OwnShare:
         """What a rank has noted."""
         size, since = -1, 0.0
         while True:
+            is_final = self._all_have_ended.is_set()  # before the note is read
             try:
                 text = read_text(_note(self.folder, rank))
             except FileNotFoundError:
                 return {"error": f"rank {rank} could not write its files"}
             if text.endswith("\n"):
                 return parse_object(text)
+            if is_final:
+                return {"error": f"rank {rank} could not say what it has written"}
             is_over = False
             if not threading.main_thread().is_alive():
                 # Nobody will say that a rank was lost; but others may still be writing.
@@ -386,8 +392,7 @@ def opened_everywhere(
             is_same = listing.stamp_of(folder) == told[2]
             if is_same and checkpoint.read_manifest(folder)["sha256"] == told[1]:
                 opened = checkpoint.read(folder, is_mapped=True, is_known=True)
-    is_everywhere = all(transport.gather_json(opened is not None))
-    return opened if is_everywhere else None
+    return opened if all(transport.gather_json(opened is not None)) else None
 
 
 def _num_bytes(content: Mapping[str, Scattered] | bytes) -> int:
