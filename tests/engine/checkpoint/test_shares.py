@@ -17,19 +17,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.nn.unit_models import Normed, Words
+from tests.nn.unit_models import AsItIs, Normed, Words
 from tests.thread_transport import ThreadTransport, on_ranks
 from torch import nn
 
 from lockstep.config import CheckpointConfig, MeshConfig, TrainConfig
 from lockstep.engine.assembly import Parts, assemble
 from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint import share as share_module
 from lockstep.engine.checkpoint.checkpointer import Checkpointer
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.run_directory import RunDirectory
-from lockstep.engine.checkpoint.share import GivenUp, OwnShare
-from lockstep.engine.checkpoint.tensor_files import in_memory
+from lockstep.engine.checkpoint.share import GatheringFailed, GivenUp, Held, OwnShare
+from lockstep.engine.checkpoint.tensor_files import Kind, in_memory
 from lockstep.engine.events import Checkpointed, Event, Warned
 from lockstep.engine.optimizer import flat_optimizer
 from lockstep.engine.run.progress import Progress
@@ -65,6 +66,7 @@ class Rank:
 
     def __init__(self, transport: ThreadTransport, root: Path, **keys: Any) -> None:
         self.events: list[Event] = []
+        made = keys.pop("task", type("Words", (Words,), {"kind": Normed}))
         config = TrainConfig(
             mesh=MeshConfig(pp=keys.pop("pp", 1)),
             checkpoint=CheckpointConfig(file_bytes=FILE_BYTES),
@@ -72,8 +74,7 @@ class Rank:
         )
         cpu = torch.device("cpu")
         runtime = Runtime(transport, cpu, transport.rank, "python", 0, self.events.append, nothing)
-        task = type("Words", (Words,), {"kind": Normed})()
-        self.parts: Parts = assemble(task, config, runtime)
+        self.parts: Parts = assemble(made(), config, runtime)
         directory = RunDirectory(root)
         directory.checkpoints.mkdir(parents=True, exist_ok=True)
         self.saver = Checkpointer(config, runtime, self.parts, directory, lambda folder: None)
@@ -155,6 +156,38 @@ def test_any_mesh_writes_the_same_files_and_reads_them(tmp_path: Path, meshes: l
         assert set(on_ranks(size, body)) == {(before, after)}, mesh
 
 
+class Turned(Normed):
+    """Saves a weight in another order than it computes with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.register_state_dict_post_hook(turn)  # type: ignore[no-untyped-call]
+        self.norm.register_load_state_dict_pre_hook(turn)  # type: ignore[no-untyped-call]
+
+
+def turn(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    state[f"{prefix}weight"] = state[f"{prefix}weight"].flip(0)
+
+
+def test_what_hooks_make_of_parameters_is_saved(tmp_path: Path) -> None:
+    task, found = type("Turns", (AsItIs,), {"kind": Turned}), {}
+    for sharding, size in (("none", 1), ("optimizer", 2), ("gradients", 2)):
+
+        def body(transport: ThreadTransport, sharding: str = sharding) -> list[bool]:
+            rank = Rank(transport, tmp_path / sharding, task=task, sharding=sharding)
+            rank.train(0, 1)
+            rank.saver.finish(Progress(step=1))
+            model = rank.parts.train_step.model
+            before = [tensor.clone() for tensor in model.parameters()]
+            rank.train(1, 2)
+            rank.saver.resume()
+            return [*map(torch.equal, before, model.parameters())]
+
+        assert all(all(same) for same in on_ranks(size, body)), sharding
+        found[sharding] = tensor_files(tmp_path / sharding / "checkpoints" / "step_00000001")
+    assert found["optimizer"] == found["gradients"] == found["none"]
+
+
 def test_ranks_that_do_not_see_the_folder_leave_all_to_rank_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +219,24 @@ def test_ranks_that_do_not_see_the_folder_leave_all_to_rank_0(
     assert set(on_ranks(2, body)) == {after}
 
 
+def test_a_checkpoint_at_the_same_path_of_another_disk_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = checkpoint.write(tmp_path, Snapshot(1, {"x": torch.zeros(3)}, {}))
+    stamp = listing.stamp_of(folder)
+    assert len(stamp) == 3
+    assert listing.stamp_of(tmp_path) == []
+
+    def body(transport: ThreadTransport) -> bool:
+        snapshot = checkpoint.read(folder) if transport.rank == 0 else None
+        return share_module.opened_everywhere(transport, snapshot) is not None
+
+    assert on_ranks(2, body) == [True, True]
+    stamps = iter([stamp, [0, *stamp[1:]]])
+    monkeypatch.setattr(listing, "stamp_of", lambda folder: next(stamps))
+    assert on_ranks(2, body) == [False, False]
+
+
 @pytest.mark.parametrize("mesh", ["stages", pytest.param("slices", marks=pytest.mark.slow)])
 def test_a_full_disk_of_one_rank_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mesh: str
@@ -215,6 +266,24 @@ def test_a_full_disk_of_one_rank_is_a_warning(
     assert [p.name for p in (tmp_path / "checkpoints").glob("*step*")] == ["step_00000001"]
 
 
+def test_a_rank_that_cannot_gather_ends_instead_of_going_on(tmp_path: Path) -> None:
+    """The others wait for it in another collective than its next one."""
+
+    class Large(Held):
+        def own(self) -> torch.Tensor:
+            raise MemoryError("too large")
+
+    def body(transport: ThreadTransport) -> None:
+        kind = Kind(torch.float32, torch.Size([2]))
+        files: dict[str, Any] = {"a.safetensors": {"x": Large(kind, 0, None)}}
+        share = OwnShare(checkpoint.begin(tmp_path, 1), 0, files, [["a.safetensors"]])
+        own, _ = share.gathered(transport, torch.device("cpu"))
+        with pytest.raises(GatheringFailed, match=r"MemoryError: too large"):
+            share.write(own)
+
+    on_ranks(1, body)
+
+
 def test_what_a_lost_rank_has_not_written_is_given_up(tmp_path: Path) -> None:
     files: dict[str, Any] = {"a.safetensors": {}, "b.safetensors": {}}
     folder = checkpoint.begin(tmp_path, 1)
@@ -225,6 +294,18 @@ def test_what_a_lost_rank_has_not_written_is_given_up(tmp_path: Path) -> None:
     with pytest.raises(GivenUp):
         checkpoint.write(tmp_path, Snapshot(1, {}, {}), share=share)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_that_can_neither_write_nor_remove_its_note_is_not_waited_for(
+    tmp_path: Path,
+) -> None:
+    files: dict[str, Any] = {"a.safetensors": {}}
+    folder = checkpoint.begin(tmp_path, 1)
+    (folder / ".rank_1.json").touch()
+    share = OwnShare(folder, 0, files, [[], ["a.safetensors"]])
+    threading.Timer(0.1, share.all_have_ended).start()
+    with pytest.raises(OSError, match=r"rank 1 could not say what it has written"):
+        checkpoint.write(tmp_path, Snapshot(1, {}, {}), share=share)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,14 @@ import safetensors
 import safetensors.torch
 import torch
 
-from lockstep.engine.checkpoint.tensor_files import Kind, Tensors, in_memory, write_tensors
+from lockstep.engine.checkpoint import tensor_files
+from lockstep.engine.checkpoint.tensor_files import (
+    Kind,
+    MappedFile,
+    Tensors,
+    in_memory,
+    write_tensors,
+)
 
 TENSORS = {
     "flag": torch.tensor([True, False, True]),
@@ -34,6 +43,28 @@ def test_the_library_reads_what_was_written(tmp_path: Path) -> None:
         for name, tensor in TENSORS.items():
             assert (read[name].dtype, read[name].shape) == (tensor.dtype, tensor.shape)
             assert torch.equal(read[name], tensor)
+
+
+def test_a_mapped_file_takes_no_descriptor(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    entry, before = write_tensors(path, in_memory(TENSORS)), os.listdir("/proc/self/fd")
+    mapped = MappedFile(path, entry)
+    assert os.listdir("/proc/self/fd") == before
+    mapped.tensors["weight"][0] = 7.0  # stays in this process, until it is dropped
+    assert mapped.tensors["weight"][0, 0] == 7
+    mapped.drop()
+    assert all(torch.equal(mapped.tensors[name], tensor) for name, tensor in TENSORS.items())
+
+
+def test_a_file_is_not_damaged_if_too_many_are_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(tensor_files, "open_to_read", full)
+    with pytest.raises(OSError, match=r"Too many open files"):
+        MappedFile(tmp_path / "x.safetensors", {"bytes": 1, "sha256": ""})
 
 
 def test_tensors_lie_at_multiples_of_their_element_size(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as library
 from torch import nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.utils.data import Dataset, TensorDataset
 
 import lockstep as ls
@@ -63,6 +65,15 @@ def test_an_index_that_names_other_things_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"is damaged: not the index .* names "):
         dcp.Folder(tmp_path)
     assert not (tmp_path / "harm").exists()
+    (tmp_path / dcp.INDEX).write_bytes(b"cpathlib\nPosixPath\n(N}(Vname\nVx\nutb.")
+    with pytest.raises(CheckpointError, match=r"is damaged: .* sets attributes of other things"):
+        dcp.Folder(tmp_path)
+    assert Path("/a/b").name == "b"
+    for name in ("../x.distcp", "x.bin"):
+        place = _StorageInfo(name, 0, 1)
+        (tmp_path / dcp.INDEX).write_bytes(pickle.dumps(Metadata({}, storage_data={0: place})))
+        with pytest.raises(CheckpointError, match=rf"names the file {name}"):
+            dcp.Folder(tmp_path)
     (tmp_path / dcp.INDEX).write_bytes(b"\x80\x04.")
     with pytest.raises(CheckpointError, match=r"is damaged"):
         dcp.Folder(tmp_path)

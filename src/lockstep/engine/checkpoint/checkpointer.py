@@ -183,6 +183,7 @@ class Checkpointer:
             if not self._runtime.is_first:
                 self._writer.wait()
             self._transport.gather_json(0)
+            self._writer.all_have_ended()
             self._is_shared = False
 
     def regroup(self) -> bool:

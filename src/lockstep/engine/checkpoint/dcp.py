@@ -6,6 +6,7 @@ tensors are loaded by `torch.load(weights_only=True)`.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -15,7 +16,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,9 +26,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lockstep.config.files import open_to_read, temporary_beside
+from lockstep.engine.checkpoint.listing import INDEX
 from lockstep.errors import CheckpointError, ConfigError
 
-INDEX = ".metadata"
 ABOUT = "lockstep.json"
 
 _MODULES = (
@@ -48,6 +49,8 @@ _OTHERS = frozenset(
 )  # fmt: skip
 _PREFIXES = ("", "model.", "app.model.")
 """What the names of a model's tensors may begin with, as programs save them in one with others."""
+_SUFFIX = ".distcp"
+"""Of the files with tensors; `digest` has no others."""
 _CHUNK = 1 << 20
 
 
@@ -59,8 +62,20 @@ def _silent() -> Iterator[None]:
         yield
 
 
-class _Index(pickle.Unpickler):
+class _Index(pickle._Unpickler):
     """Loads descriptions of tensors, and refuses all else."""
+
+    # That of the class in C, which is faster, cannot be replaced.
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+
+    def load_build(self) -> None:
+        # Else it could set attributes of a class, such as the methods of `pathlib.PosixPath`.
+        stack = self.stack  # type: ignore[attr-defined]
+        if not dataclasses.is_dataclass(type(stack[-2])):
+            raise pickle.UnpicklingError("sets attributes of other things")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -104,7 +119,8 @@ class Folder(Mapping[str, Tensor]):
                 for name, entry in tensors.items()
             }
             for place in index.storage_data.values():
-                if Path(place.relative_path).name != place.relative_path:
+                is_here = Path(place.relative_path).name == place.relative_path
+                if not (is_here and place.relative_path.endswith(_SUFFIX)):
                     raise ValueError(f"names the file {place.relative_path}")
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
@@ -149,7 +165,7 @@ def digest(folder: Path) -> str:
     """
     sha = hashlib.sha256()
     try:
-        for path in [folder / INDEX, *sorted(folder.glob("*.distcp"))]:
+        for path in [folder / INDEX, *sorted(folder.glob(f"*{_SUFFIX}"))]:
             sha.update(f"{path.name}\n".encode())
             with open_to_read(path) as file:
                 while chunk := file.read(_CHUNK):

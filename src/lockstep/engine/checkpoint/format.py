@@ -46,6 +46,7 @@ from lockstep.engine.checkpoint.tensor_files import (
     in_memory,
     read_verified,
     sync,
+    unreadable,
     verify,
     write_file,
     write_tensors,
@@ -278,7 +279,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = parse_object(read_bytes(path))
         digest = manifest.pop("sha256")
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+        raise unreadable(path, error) from None
     except ValueError as error:
         raise CheckpointError(f"{path}: is damaged: not a checkpoint's manifest: {error}") from None
     except KeyError:

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from lockstep.config.files import leftovers, read_text, replacing
@@ -25,6 +26,8 @@ IDENTITY = "run.json"
 """The file that says what run it is."""
 MANIFEST = "manifest.json"
 """The file of a checkpoint that is written last, with the SHA-256 of the others."""
+INDEX = ".metadata"
+"""The same of a folder of `torch.distributed.checkpoint`."""
 SUFFIX = ".safetensors"
 _FOLDER = re.compile(r"step_([0-9]{8,20})")
 
@@ -47,6 +50,18 @@ def is_used(run_dir: Path) -> bool:
         return is_begun or not known.issuperset(run_dir.iterdir())
     except OSError:
         return True
+
+
+def stamp_of(folder: Path) -> list[int]:
+    """What tells a folder of weights from another by its path, such as on another host's disk.
+
+    It is of the file that was written last; empty if there is none.
+    """
+    for name in (MANIFEST, INDEX):
+        with suppress(OSError):
+            status = os.stat(folder / name)
+            return [status.st_ino, status.st_size, status.st_mtime_ns]
+    return []
 
 
 def folder_name(step: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -317,7 +318,7 @@ def _folder(path: Path) -> Path:
 
 
 def _is_of_torch(folder: Path) -> bool:
-    return (folder / ".metadata").exists()
+    return os.path.exists(folder / listing.INDEX)  # that of a path raises some errors
 
 
 def _dcp() -> Any:

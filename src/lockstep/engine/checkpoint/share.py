@@ -28,12 +28,12 @@ from lockstep.comm.transport import GroupBroken, Transport, offsets
 from lockstep.config.files import read_text
 from lockstep.config.parsing import parse_object
 from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.tensor_files import Kind, Tensors, grouped, index_name, index_of
 from lockstep.errors import CheckpointError
 
 _ROUND_BYTES = 16 << 20
 """About the most bytes that a rank receives in a round, unless a tensor is larger."""
-
 _ALIGNMENT = 8
 """Bytes: what a rank sends of a tensor begins at a multiple of it."""
 _POLL_S = 0.02
@@ -90,6 +90,10 @@ class Held(Scattered):
         return next(iter(parts.values())).view(self.kind.shape)
 
 
+class GatheringFailed(Exception):
+    """This rank cannot take part in a collective that the others are in: the run must end."""
+
+
 def gathered(
     transport: Transport, wanted: Sequence[Sequence[Scattered]], device: torch.device
 ) -> Iterator[Tensor]:
@@ -104,11 +108,17 @@ def gathered(
 
     Raises:
         GroupBroken: a rank was lost.
+        GatheringFailed: this rank could not go on, such as for want of memory.
     """
     rounds = [_rounds(of_rank) for of_rank in wanted]
     for number in range(max(map(len, rounds))):
         now = [of_rank[number] if number < len(of_rank) else [] for of_rank in rounds]
-        yield from _gathered_at_once(transport, now, device)
+        try:
+            yield from _gathered_at_once(transport, now, device)
+        except GroupBroken:
+            raise
+        except Exception as error:
+            raise GatheringFailed(f"{type(error).__name__}: {error}") from error
 
 
 def _rounds(wanted: Sequence[Scattered]) -> list[list[Scattered]]:
@@ -192,7 +202,7 @@ class OwnShare:
         self.folder, self._rank, self._files, self._names = folder, rank, files, names
         self.writers = [by for by, of_rank in enumerate(names) if of_rank]
         self._own_note: dict[str, Any] = {}
-        self._is_given_up = threading.Event()
+        self._is_given_up, self._all_have_ended = threading.Event(), threading.Event()
 
     def gathered(
         self, transport: Transport, device: torch.device
@@ -226,11 +236,12 @@ class OwnShare:
 
         Raises:
             GroupBroken: a rank was lost whose tensors are gathered.
+            GatheringFailed: see `gathered`.
         """
         note: dict[str, Any]
         try:
             note = {"files": checkpoint.write_files(self.folder, files)}
-        except GroupBroken:
+        except (GroupBroken, GatheringFailed):
             raise
         except OSError as error:
             note = {"error": f"{error.strerror or error} (rank {self._rank})"}
@@ -254,6 +265,10 @@ class OwnShare:
     def give_up(self) -> None:
         """Wait no longer for notes of other ranks, some of which may be lost."""
         self._is_given_up.set()
+
+    def all_have_ended(self) -> None:
+        """Expect no more of any note: each rank has written its own, or has failed to."""
+        self._all_have_ended.set()
 
     def entries(self) -> dict[str, Any]:
         """The entries of all files in a manifest, when all ranks have written theirs; on rank 0.
@@ -281,12 +296,15 @@ class OwnShare:
         """What a rank has noted."""
         size, since = -1, 0.0
         while True:
+            is_final = self._all_have_ended.is_set()  # before the note is read
             try:
                 text = read_text(_note(self.folder, rank))
             except FileNotFoundError:
                 return {"error": f"rank {rank} could not write its files"}
             if text.endswith("\n"):
                 return parse_object(text)
+            if is_final:
+                return {"error": f"rank {rank} could not say what it has written"}
             is_over = False
             if not threading.main_thread().is_alive():
                 # Nobody will say that a rank was lost; but others may still be writing.
@@ -360,19 +378,21 @@ def opened_everywhere(
         transport: the group of ranks.
         snapshot: what rank 0 has read.
     """
-    told: tuple[str, str] | None = None
+    told: tuple[str, str, list[int]] | None = None
     if snapshot is not None and snapshot.folder is not None:
         folder = snapshot.folder.resolve()
         with suppress(CheckpointError):  # it was removed meanwhile
-            told = (str(folder), checkpoint.read_manifest(folder)["sha256"])
+            digest = checkpoint.read_manifest(folder)["sha256"]
+            told = (str(folder), digest, listing.stamp_of(folder))
     told = transport.gather_json(told)[0]
     opened = snapshot if transport.rank == 0 else None
     if transport.rank != 0 and told is not None:
-        with suppress(CheckpointError), transport.observer.on_disk():
-            if checkpoint.read_manifest(Path(told[0]))["sha256"] == told[1]:
-                opened = checkpoint.read(Path(told[0]), is_mapped=True, is_known=True)
-    is_everywhere = all(transport.gather_json(opened is not None))
-    return opened if is_everywhere else None
+        with suppress(CheckpointError, OSError), transport.observer.on_disk():
+            folder = Path(told[0])
+            is_same = listing.stamp_of(folder) == told[2]
+            if is_same and checkpoint.read_manifest(folder)["sha256"] == told[1]:
+                opened = checkpoint.read(folder, is_mapped=True, is_known=True)
+    return opened if all(transport.gather_json(opened is not None)) else None
 
 
 def _num_bytes(content: Mapping[str, Scattered] | bytes) -> int:

@@ -10,6 +10,8 @@ libraries write and read them. Where the files are cut depends on the tensors al
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import hashlib
 import json
 import mmap
@@ -218,7 +220,7 @@ def read_verified(path: Path, expected: Mapping[str, Any]) -> dict[str, Tensor]:
         try:
             data = file.read()
         except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+            raise unreadable(path, error) from None
         except MemoryError:
             size = expected["bytes"]
             raise CheckpointError(f"{path}: its {size:,} bytes do not fit into memory") from None
@@ -249,45 +251,47 @@ class MappedFile:
 
         Raises:
             CheckpointError: it is missing or damaged.
+            OSError: this process has no room for it.
         """
         with _opened(path, expected, is_hashed) as file:
+            # Unlike `mmap.mmap`, this keeps no descriptor, of which a process may have few. By
+            # the open file, since there may be another by this path now.
+            place = f"/dev/fd/{file.fileno()}"
             try:
-                self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            except (OSError, ValueError) as error:
-                raise CheckpointError(f"{path}: cannot be read: {error}") from None
+                self._storage = torch.UntypedStorage.from_file(place, False, expected["bytes"])
+            except RuntimeError as error:
+                raise OSError(errno.ENOMEM, f"{path}: cannot be mapped: {error}") from None
+        self._bytes = torch.empty(0, dtype=torch.uint8).set_(self._storage)  # type: ignore[arg-type]
         try:
             self.tensors = dict(self._found())
         except (KeyError, ValueError, TypeError, RuntimeError) as error:
             raise CheckpointError(f"{path}: is damaged: {error}") from None
 
     def _found(self) -> Iterator[tuple[str, Tensor]]:
-        start = 8 + int.from_bytes(self._memory[:8], "little")
-        if not 8 < start <= min(len(self._memory), _MOST_HEADER_BYTES):
+        size = len(self._bytes)
+        start = 8 + int.from_bytes(self._bytes[:8].numpy().tobytes(), "little")
+        if not 8 < start <= min(size, _MOST_HEADER_BYTES):
             raise ValueError("its header is longer than the file")
-        header = parse_object(self._memory[8:start])
+        header = parse_object(self._bytes[8:start].numpy().tobytes())
         for name, about in header.items():
             if name == "__metadata__":
                 continue
             entry = as_type(_Entry, about)
             kind = Kind(_DTYPES[entry.dtype], torch.Size(entry.shape))
             first, last = entry.data_offsets
-            if last - first != kind.num_bytes or not 0 <= start + first <= start + last <= len(
-                self._memory
-            ):
+            is_inside = 0 <= start + first <= start + last <= size
+            if last - first != kind.num_bytes or not is_inside:
                 raise ValueError(f"{name} has another size than its place")
             tensor = torch.empty(0, dtype=kind.dtype)
             if kind.num_bytes:
-                tensor = torch.frombuffer(
-                    self._memory,
-                    dtype=kind.dtype,
-                    count=kind.shape.numel(),
-                    offset=start + first,
-                )
+                tensor = self._bytes[start + first : start + last].view(kind.dtype)
             yield name, tensor.view(kind.shape)
 
     def drop(self) -> None:
         """Free the memory of what was looked at; it is read again if need be."""
-        self._memory.madvise(mmap.MADV_DONTNEED)
+        if size := len(self._bytes):
+            start = ctypes.c_void_p(self._storage.data_ptr())
+            ctypes.CDLL(None).madvise(start, ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
 @dataclass
@@ -302,7 +306,7 @@ def _opened(path: Path, expected: Mapping[str, Any], is_hashed: bool = False) ->
     try:
         file = open_to_read(path)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+        raise unreadable(path, error) from None
     try:
         # Before reading it: a file of the wrong size may not fit into memory.
         size = os.fstat(file.fileno()).st_size
@@ -319,11 +323,22 @@ def _opened(path: Path, expected: Mapping[str, Any], is_hashed: bool = False) ->
             file.seek(0)
     except OSError as error:
         file.close()
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+        raise unreadable(path, error) from None
     except BaseException:
         file.close()
         raise
     return file
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """The error for a file that cannot be read.
+
+    Raises:
+        OSError: this process has no room for it, which says nothing about the file.
+    """
+    if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+        raise error
+    return CheckpointError(f"{path}: cannot be read: {error.strerror}")
 
 
 def _damaged(path: Path) -> CheckpointError:

@@ -146,6 +146,7 @@ class AsyncWriter:
                 share.write(own, at)
             exhaust(stream)  # on the other ranks, and here if the disk has failed
         transport.gather_json(0)
+        share.all_have_ended()
         if make is not None:
             self.save(make, best, started, share)
         return False
@@ -173,6 +174,11 @@ class AsyncWriter:
         """Wait no longer for other ranks to write their share: some are lost."""
         if self._share is not None:
             self._share.give_up()
+
+    def all_have_ended(self) -> None:
+        """Expect no more of other ranks' shares than there is: all have written theirs."""
+        if self._share is not None:
+            self._share.all_have_ended()
 
     def poll(self) -> None:
         """Emit what has happened since the last call.

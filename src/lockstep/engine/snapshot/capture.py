@@ -27,7 +27,7 @@ from lockstep.nn.cutting import (
     shards_of,
     units_of,
 )
-from lockstep.nn.holding import EVERYWHERE, Unit
+from lockstep.nn.holding import EVERYWHERE, Unit, is_released
 from lockstep.nn.row import row_of
 from lockstep.parallel.layout import Range, split
 
@@ -126,7 +126,7 @@ class ScatteredState:
             for name, of_name in pieces.items()
         }
         shards = shards_of(train_step.model)
-        names = {name: self._flat_names.get(name, name) for name in self._tensors}
+        names = {name: self._flat_names.get(name, f".{name}") for name in self._tensors}
         self.model = self._described("", self._tensors, names, shards)
         self.optimizer: dict[str, Scattered] = {}
         trained = self._flat.everyone
@@ -157,7 +157,7 @@ class ScatteredState:
             if name in units:
                 is_first = self._is_mine(units[name]) and placement.data.rank == 0
             if is_first:
-                own.append((name, 0, tensor.numel()))
+                own.append((f".{name}", 0, tensor.numel()))
         return own
 
     def _is_mine(self, unit: Unit) -> bool:
@@ -198,12 +198,12 @@ class ScatteredState:
 
         Args:
             key: key of the optimizer's state; empty for the model.
-            name: name of a tensor in the cut model.
+            name: name of a tensor in the cut model, after a dot if it is not trained.
             elements: which of its elements.
         """
         entry = self._entries.get(name)
         if entry is None:
-            return self._tensors[name].detach().reshape(-1)[elements.slice]
+            return self._tensors[name[1:]].detach().reshape(-1)[elements.slice]
         place = Range(entry.offset + elements.first, entry.offset + elements.last)
         if key:
             return self._of_optimizer(key, entry, place)
@@ -229,22 +229,21 @@ class ScatteredState:
 
 
 def _names_in_flat(train_step: TrainStep, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The name in flat memory of each tensor of a model that is trained.
-
-    Args:
-        train_step: training step with the model.
-        tensors: its tensors by name in the cut model.
-    """
+    """The names in flat memory of those tensors, by name in the cut model, that are trained."""
     model, flat = train_step.model, train_step.flat
     parameters = dict(model.named_parameters(remove_duplicate=False))
     row = row_of(model)
     originals = {n: tie.original for tie in row.ties for n in tie.names} if row else {}
-    shapes = {name: tensor.shape for name, tensor in flat.everyone.items()}
     names = {}
     for name, tensor in tensors.items():
         trained = flat.names.get(id(parameters.get(originals.get(name, name))))
-        # A hook of a `state_dict` may give something else by the name of a parameter.
-        if trained is not None and tensor.shape == shapes[trained]:
+        if trained is None:
+            continue
+        # A hook of a `state_dict` may give something else by the name of a parameter. Only its
+        # shape can say so where this rank has no values.
+        own = parameters[name]
+        has_values = not (train_step.placement.in_slices or is_released(own))
+        if tensor.is_set_to(own) if has_values else tensor.shape == own.shape:
             names[name] = trained
     return names
 

@@ -181,7 +181,7 @@ def start_from(start: WeightsConfig, train_step: TrainStep, transport: Transport
     model, own = train_step.model, data_buffers(train_step.task_state.task, train_step.model)
     snapshot: Snapshot | None = None
 
-    def read() -> None:
+    def read() -> list[int]:
         nonlocal snapshot
         if start.only and train_step.placement.is_split:
             raise ConfigError(
@@ -189,15 +189,18 @@ def start_from(start: WeightsConfig, train_step: TrainStep, transport: Transport
                 "starts from all weights of another run or from none; leave it out, or set both "
                 "to 1"
             )
+        stamp = listing.stamp_of(Path(start.path))
         snapshot = origin.weights(start, model, own)
+        return stamp
 
-    on_first(transport, read)
-    if transport.rank != 0:
-        with suppress(LockstepError):
+    stamp = on_first(transport, read)
+    if transport.rank != 0 and stamp == listing.stamp_of(Path(start.path)):
+        with suppress(LockstepError, OSError):
             snapshot = origin.weights(start, model, own, is_known=True)
     is_everywhere = all(transport.gather_json(snapshot is not None))
     if snapshot is not None and is_everywhere:
-        load_own(train_step, snapshot)
+        loaded = snapshot
+        everywhere(transport, lambda: load_own(train_step, loaded))
     else:
         with train_step.parameters.whole():
             sent = snapshot if transport.rank == 0 else None
