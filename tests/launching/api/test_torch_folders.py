@@ -56,6 +56,32 @@ def test_a_model_goes_to_a_folder_and_back(tmp_path: Path) -> None:
         assert torch.equal(there["0.weight"], wanted["0.weight"])
 
 
+def test_what_cannot_be_written_leaves_the_older_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "folder"
+    dcp.write(folder, {"x": torch.zeros(3)}, {})
+
+    def refuse(made: dcp.Folder) -> None:
+        assert made["x"].tolist() == [1.0] * 3
+        raise ConfigError("refused")
+
+    with pytest.raises(ConfigError, match="refused"):
+        dcp.write(folder, {"x": torch.ones(3)}, {}, refuse)
+    usual = Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        if (self.suffix, target) == (".tmp", folder):
+            raise OSError("gone")
+        return usual(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(OSError, match="gone"):
+        dcp.write(folder, {"x": torch.ones(3)}, {})
+    assert [*tmp_path.iterdir()] == [folder]
+    assert dcp.Folder(folder)["x"].tolist() == [0.0] * 3
+
+
 def test_an_index_that_names_other_things_is_refused(tmp_path: Path) -> None:
     class Harm:
         def __reduce__(self) -> Any:

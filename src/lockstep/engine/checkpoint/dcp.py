@@ -13,7 +13,7 @@ import json
 import pickle
 import shutil
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lockstep.config.files import open_to_read, temporary_beside
+from lockstep.engine.checkpoint.format import rename_over
 from lockstep.engine.checkpoint.listing import INDEX
 from lockstep.errors import CheckpointError, ConfigError
 
@@ -175,33 +176,33 @@ def digest(folder: Path) -> str:
     return sha.hexdigest()
 
 
-def write(folder: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> None:
+def write(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    about: Mapping[str, str],
+    check: Callable[[Folder], None] = lambda made: None,
+) -> None:
     """Write tensors as a new folder, or in the place of an older one of this kind.
 
     Args:
         folder: path of the folder.
         tensors: tensors by name.
         about: metadata, which goes to `lockstep.json` in it.
+        check: looks at what was written before it takes its place, and may refuse it.
 
     Raises:
         ConfigError: there is something else in this place.
         OSError: the disk is full, or read-only.
     """
-    is_there = folder.exists()
-    if is_there and not (folder / INDEX).exists():
+    if folder.exists() and not (folder / INDEX).exists():
         raise ConfigError(f"{folder}: is no folder of torch.distributed.checkpoint; choose another")
     temporary = temporary_beside(folder)
     try:
         with _silent():
             save(dict(tensors), storage_writer=FileSystemWriter(temporary), no_dist=True)
         (temporary / ABOUT).write_text(json.dumps(dict(about), indent=1) + "\n", encoding="utf-8")
-        if is_there:
-            old = temporary.with_suffix(".old")
-            folder.rename(old)
-            temporary.rename(folder)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            temporary.rename(folder)
+        check(Folder(temporary))
+        rename_over(temporary, folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

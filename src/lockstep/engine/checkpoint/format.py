@@ -178,7 +178,7 @@ def write(
         if _holds(final, body):
             shutil.rmtree(temporary, ignore_errors=True)
         else:
-            _rename_over(temporary, final)
+            rename_over(temporary, final)
             sync_folder(root)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -360,10 +360,10 @@ def _holds(final: Path, body: Mapping[str, Any]) -> bool:
     return mine == theirs
 
 
-def _rename_over(temporary: Path, final: Path) -> None:
-    """Rename, over another checkpoint of the same step if there is one.
+def rename_over(temporary: Path, final: Path) -> None:
+    """Rename a folder, over another one if there is one.
 
-    In between the step has no folder; if the process is killed then, `bring_back` restores it.
+    In between there is none; if the process is killed then, `bring_back` restores a checkpoint.
     """
     if not final.exists():
         temporary.rename(final)

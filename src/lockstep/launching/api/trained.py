@@ -258,8 +258,10 @@ def _weights(loaded: Loaded) -> bytes:
 def _folder(loaded: Loaded, path: Path) -> None:
     from lockstep.engine.checkpoint import dcp  # takes a while to import
 
-    dcp.write(path, loaded.model.state_dict(), _about(loaded))
-    _check_same(dcp.Folder(path), loaded.model, FOLDER)
+    def check(made: dcp.Folder) -> None:
+        _check_same(made, loaded.model, FOLDER)
+
+    dcp.write(path, loaded.model.state_dict(), _about(loaded), check)
 
 
 def _check_same(there: Mapping[str, Tensor], model: nn.Module, chosen: str) -> None:
