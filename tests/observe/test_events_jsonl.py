@@ -207,7 +207,8 @@ def test_a_file_that_replaces_another_is_followed_from_its_beginning(tmp_path: P
         yield True
 
     states = sessions()
-    rows = follow_events(path, lambda: next(states), start=end_of_events(path) // 2, poll_s=0)
+    first, _ = path.read_bytes().splitlines(keepends=True)  # times take more digits or fewer
+    rows = follow_events(path, lambda: next(states), start=len(first), poll_s=0)
     assert [row["step"] for row in rows] == [2, 3]
 
 
