@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lockstep.comm.torchdist.supervision import FromRank, ToRank
 from lockstep.launching.host.group import Group, Order, Record
+from lockstep.launching.host.supervisor import Leader
 
 KILL, REFUSED = 137, 2
 
@@ -214,3 +218,22 @@ def test_the_ranks_that_survive_decide_on_the_exit_code() -> None:
     assert not group.can_grow
     group.lose(0, 0)
     assert (group.is_ended, group.exit_code) == (True, 0)
+
+
+class Quiet(Leader):
+    """Carries no orders out."""
+
+    def carry_out(self, orders: Iterable[Order]) -> None:
+        pass
+
+    def replace(self, lost: int) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_start_that_lacks_a_rank_is_given_up_whoever_comes_first(order: tuple[int, int]) -> None:
+    leader = Quiet(2, replacements=0)
+    reports = [(0, FromRank("meet", 0)), (1, 0)]
+    for number in order:
+        leader.handle(reports[number])
+    assert leader.patience_s is not None

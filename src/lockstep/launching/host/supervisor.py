@@ -98,10 +98,10 @@ class Leader(ABC):
         slot, said = report
         if isinstance(said, FromRank):
             self.carry_out(self._group.hear(slot, said))
-            return
-        self.carry_out(self._group.lose(slot, said))
-        if self._replacements and self._group.is_replaceable(slot):
-            self._replacements -= self.replace(slot)
+        else:
+            self.carry_out(self._group.lose(slot, said))
+            if self._replacements and self._group.is_replaceable(slot):
+                self._replacements -= self.replace(slot)
         if self._group.failed is not None and not self._has_given_up:
             self._has_given_up = True
             # The others may be about to fail for the same reason, which rank 0 prints.
