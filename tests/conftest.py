@@ -118,6 +118,18 @@ def run(argv, cwd, timeout=240, cold=False, **env):
     )
 
 
+@pytest.fixture(scope="module")
+def generators_of_threads():
+    """Has nobody look at the global generators: ranks that are threads seed them for each other."""
+    from lockstep.engine.optimizer import flat_optimizer
+    from lockstep.engine.trial import trial
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (trial, flat_optimizer):
+            patch.setattr(module, "global_state", lambda: None)
+        yield
+
+
 @pytest.fixture
 def lockstep(tmp_path):
     """Runs the `lockstep` command in an empty folder."""

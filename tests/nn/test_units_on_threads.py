@@ -6,7 +6,6 @@ Ranks are threads, so nothing here draws random numbers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -33,26 +32,16 @@ from torch import nn
 from lockstep.config import MeshConfig, TrainConfig
 from lockstep.engine.assembly import Parts, assemble
 from lockstep.engine.flat_tensors import FlatTensors
-from lockstep.engine.optimizer import flat_optimizer
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.snapshot.capture import whole_digest
 from lockstep.engine.step.workspace import Workspace
-from lockstep.engine.trial import trial
 from lockstep.errors import LockstepError
 from lockstep.parallel.fold import BLOCK
 
 STEPS = 3
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (trial, flat_optimizer):
-            patch.setattr(module, "global_state", lambda: None)  # others seed it too
-        yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("generators_of_threads")
 
 
 def begun(

@@ -5,7 +5,6 @@ Nothing here draws random numbers, since threads share their generators.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,10 +19,8 @@ from lockstep.config import TrainConfig
 from lockstep.engine.assembly import Parts, assemble
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.digests import model_digest
-from lockstep.engine.optimizer import flat_optimizer
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.snapshot.restore import restore
-from lockstep.engine.trial import trial
 from lockstep.optim import AdamATan2
 
 STEPS = 6
@@ -89,15 +86,7 @@ class StageOrder(Blocks):
         return {"ends": 1.0, "middle": 1.0 - step / total_steps}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (trial, flat_optimizer):
-            patch.setattr(module, "global_state", lambda: None)  # others seed it too
-        yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("generators_of_threads")
 
 
 def begun(kind: type[Blocks], transport: ThreadTransport, sharding: str) -> Parts:

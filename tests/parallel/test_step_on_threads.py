@@ -4,7 +4,6 @@ threads share their generators."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from lockstep.engine.runtime import Runtime
 from lockstep.engine.snapshot.capture import capture
 from lockstep.engine.snapshot.restore import restore
 from lockstep.engine.task import Loss, Task
-from lockstep.engine.trial import trial
 from lockstep.errors import TaskError
 from lockstep.parallel import reduction
 from lockstep.parallel.layout import Range
@@ -70,20 +68,7 @@ class Classify(Task):
         return Loss(nn.functional.cross_entropy(model(x), y, reduction="sum"), len(y))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trial, "global_state", lambda: None)  # others seed it too
-        yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def generators_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other threads seed the same generators between two looks at them."""
-    monkeypatch.setattr(trial, "global_state", lambda: None)
+pytestmark = pytest.mark.usefixtures("generators_of_threads")
 
 
 def config(sharded: bool, num_microbatches: int = 5) -> TrainConfig:

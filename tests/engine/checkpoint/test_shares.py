@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +31,9 @@ from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.checkpoint.share import GatheringFailed, GivenUp, Held, OwnShare
 from lockstep.engine.checkpoint.tensor_files import Kind, in_memory
 from lockstep.engine.events import Checkpointed, Event, Warned
-from lockstep.engine.optimizer import flat_optimizer
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.snapshot.capture import whole_digest
-from lockstep.engine.trial import trial
 from lockstep.errors import CheckpointError
 
 FILE_BYTES = 6000
@@ -50,15 +47,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (trial, flat_optimizer):
-            patch.setattr(module, "global_state", lambda: None)  # others seed it too
-        yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("generators_of_threads")
 
 
 class Rank:

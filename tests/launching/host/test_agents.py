@@ -1,4 +1,4 @@
-"""Agents on one address: their ranks, spares, strangers, and the end of the coordinator."""
+"""Agents on one address: their ranks, spares, other runs, and the end of the coordinator."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ def test_agents_come_go_and_end_with_the_coordinator(tmp_path: Path) -> None:
     run = Run(tmp_path)
     first = run.start()
     run.wait_for(lambda: _listens(run.address))
-    second, stranger = run.start(), run.start("-n", "2")
+    second, other = run.start(), run.start("-n", "2")
     run.wait_for(lambda: run.generation(0) == ["1", "0", "1"])
-    assert stranger.wait(10) == 2
+    assert other.wait(10) == 2
     spare = run.start()
     run.wait_for(lambda: "waits: it joins when" in (tmp_path / "log").read_text())
     # An agent that stands still is lost with its ranks; when it goes on, it is the spare.

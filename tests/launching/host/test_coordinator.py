@@ -56,12 +56,12 @@ def hello(line: socket.socket, name: str, **others: Any) -> Any:
     return line.makefile()
 
 
-def test_hosts_get_slots_strangers_do_not_and_a_silent_host_is_lost(
+def test_hosts_get_slots_other_programs_do_not_and_a_silent_host_is_lost(
     port: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with connected(port) as stranger, connected(port) as other, connected(port) as own:
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        assert stranger.recv(100) == b""
+    with connected(port) as browser, connected(port) as other, connected(port) as own:
+        browser.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert browser.recv(100) == b""
         for name, value in {"ranks": 2, "version": "0.9", "id": "7", "command": ["x"]}.items():
             with connected(port) as foreign:
                 told = heard(hello(foreign, "foreign", **{name: value}), "refused")["refused"]
