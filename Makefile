@@ -16,7 +16,7 @@ venv: .venv/.installed
 	$(PYTHON) -m venv .venv
 	$(INSTALL) "$(TORCH)"
 	$(INSTALL) --editable ".[recipes,tensorboard,dev]"
-	-$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null
+	$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null || true
 	touch $@
 
 train: venv
