@@ -270,6 +270,25 @@ def test_what_a_sample_draws_depends_on_its_number_only(draw: Callable[[], float
     assert not draws.seen  # what a pass begins with is drawn with numbers of its own
 
 
+def seed_of_torch() -> int:
+    return torch.initial_seed()
+
+
+@pytest.mark.parametrize("draw", [isolated, seed_of_torch])
+def test_what_a_sample_sees_of_generators_does_not_depend_on_what_is_read_together(
+    draw: Callable[[], float],
+) -> None:
+    def read(first: int, *sizes: int) -> list[Any]:
+        stream = Drawing(draw, (50, 53))
+        one = Pass(lambda: stream, 0, lambda position: 1000 + position, Draws())
+        one.skip(first)
+        return [sample for size in sizes for sample in one.take(size)]
+
+    expected = read(0, 60)
+    for first, sizes in ((0, (20, 31, 9)), (7, (1, 60)), (50, (3, 1, 6)), (53, (7,))):
+        assert read(first, *sizes) == expected[first:]
+
+
 @pytest.mark.parametrize("draw", DRAWS)
 def test_draws_are_noticed_at_the_first_samples(draw: Callable[[], float]) -> None:
     for of, seen in ((range(60), True), ((0, 50), False)):

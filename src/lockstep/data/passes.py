@@ -22,8 +22,8 @@ from lockstep.data.loader import set_epoch
 from lockstep.data.random import data_digest, has_drawn, is_digested_whole, seed_all
 from lockstep.errors import DataError
 
-_SKIPPED_AT_ONCE = 64
-"""Samples in memory while a stream without a `skip` passes over them."""
+_BLOCK = 64
+"""Samples that are read together, and are in memory while a stream passes over them."""
 
 
 @runtime_checkable
@@ -139,16 +139,26 @@ class Pass:
     def take(self, count: int) -> list[Any]:
         """The next samples; fewer at the end.
 
-        Setting the generators takes as long as reading many a sample. So it is done once for all of
-        them, and if they turn out to have drawn numbers, they are read again one by one.
+        Setting the generators takes as long as reading many a sample. So it is done once for a
+        block of samples, and if they turn out to have drawn numbers, they are read again one by
+        one. Blocks lie at multiples of their size: code may look at the seed without drawing, and
+        must see the same one whichever samples are read together here.
         """
-        is_begun = self._draws.seen or self.position > self._begin[0]
-        samples = [] if is_begun else self._one_by_one(min(count, 1))
-        left = count - len(samples)
-        if not left or not (samples or is_begun):
-            return samples
-        together = None if self._draws.seen or left == 1 else self._together(left)
-        return samples + (self._one_by_one(left) if together is None else together)
+        samples: list[Any] = []
+        while len(samples) < count:
+            left = count - len(samples)
+            if self._draws.seen:
+                return samples + self._one_by_one(left)
+            if self.position == self._begin[0]:
+                left = 1
+                found: list[Any] | None = self._first()
+            else:
+                left = min(left, _BLOCK - self.position % _BLOCK)
+                found = self._together(left)
+            samples += found or []
+            if found is not None and len(found) < left:
+                break
+        return samples
 
     @property
     def can_skip(self) -> bool:
@@ -163,7 +173,7 @@ class Pass:
         """
         if self._skipping is None:
             begin, end = self.position, self.position + count
-            while self.position < end and self.take(min(end - self.position, _SKIPPED_AT_ONCE)):
+            while self.position < end and self.take(min(end - self.position, _BLOCK)):
                 pass
             return self.position - begin
         seed_all(self._key(self.position))
@@ -228,10 +238,23 @@ class Pass:
             self.position += 1
         return samples
 
+    def _first(self) -> list[Any]:
+        """What comes first, alone: to begin may draw."""
+        key = self._key(self.position // _BLOCK * _BLOCK)
+        seed_all(key)
+        samples = list(islice(self._iterator, 1))
+        if self.position % _BLOCK and has_drawn(key):
+            # A sample that draws does so by its own number, wherever a pass begins.
+            self.close()
+            self._open()
+            return self._one_by_one(1)
+        self.position += len(samples)
+        return samples
+
     def _together(self, count: int) -> list[Any] | None:
-        """The next samples; None if they have drawn numbers, and are to be read again."""
+        """Samples of one block; None if they have drawn numbers, and are to be read again."""
         position = self.position
-        key = self._key(position)
+        key = self._key(position // _BLOCK * _BLOCK)
         seed_all(key)
         try:
             samples = list(islice(self._iterator, count))

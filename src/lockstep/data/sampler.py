@@ -214,6 +214,10 @@ class BatchLayout:
         """The epoch (from 0) that step (from 0) belongs to."""
         return step // self.steps_per_epoch if self.steps_per_epoch else 0
 
+    def is_due(self, num_steps: int, every: int) -> bool:
+        """Whether something is due after so many steps: every so many, or, for 0, each epoch."""
+        return num_steps % every == 0 if every else self.is_epoch_end(num_steps)
+
     def is_epoch_end(self, num_steps: int) -> bool:
         """Whether an epoch ends after the first `num_steps` steps of a run."""
         return self.steps_per_epoch is not None and num_steps % self.steps_per_epoch == 0

@@ -104,8 +104,14 @@ class Parts:
         return digest
 
 
-def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
+def assemble(task: Task, config: TrainConfig, runtime: Runtime, is_driven: bool = False) -> Parts:
     """Build model, optimizer, data and the training step.
+
+    Args:
+        task: the task.
+        config: config of the run.
+        runtime: surroundings of this process.
+        is_driven: whether the body of a user's own loop runs between steps.
 
     Raises:
         LockstepError: the task or the config does not work, or ranks do not agree; on all ranks.
@@ -115,7 +121,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     def on_all(action: Callable[[], T]) -> T:
         return everywhere(transport, action)
 
-    task_state = on_all(lambda: _checked_task(task, config))
+    task_state = on_all(lambda: _checked_task(task, config, is_driven))
     model, compute, optimizer = on_all(lambda: built(task, config, runtime.device))
     local = compute.local.optimizer if compute.local else None
     schedulers = on_all(lambda: build_schedulers(task, local or optimizer, config))
@@ -204,7 +210,16 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         compute,
         Optimization(optimizer, schedulers, total_steps, agreed),
         task_state,
-        StepChecks(constants, pass_state, sampler.order_digest, sampler.is_epoch_end),
+        StepChecks(
+            constants,
+            pass_state,
+            sampler.order_digest,
+            lambda count: (
+                sampler.is_due(count, config.checkpoint.every)
+                or sampler.is_due(count, config.eval_every)
+                or count in (total_steps, config.stop_at_step)
+            ),
+        ),
     )
     pass_state.optimizers = kept_by(optimizers_in(optimizer).values())
     rounding = on_all(lambda: rounding_of(config.precision.dtype, runtime.device))
@@ -228,13 +243,13 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     )
 
 
-def _checked_task(task: Task, config: TrainConfig) -> TaskState:
+def _checked_task(task: Task, config: TrainConfig, is_driven: bool) -> TaskState:
     """The task and its hooks, which the config fits.
 
     Raises:
         LockstepError: it does not, or a hook is none.
     """
-    task_state = TaskState(task, checked_hooks(task))
+    task_state = TaskState(task, checked_hooks(task), is_driven)
     if config.mesh.tp * config.mesh.pp > 1 or config.shards_parameters:
         _check_whole_model(task_state, config)
     if has_carry(task):

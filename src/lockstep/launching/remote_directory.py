@@ -120,8 +120,9 @@ class RemoteDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             owner, self._sent = self._read_sent()
             if keeps_unsent and self._changes():
-                if owner == self._owner().get("id"):
-                    return  # that process may have sent more than it could note
+                with suppress(FileNotFoundError):  # nobody has taken it over
+                    if owner == self._owner().get("id"):
+                        return  # that process may have sent more than it could note
                 self._put_aside()
             complete = {str(PurePosixPath(n).parent) for n in there if n.endswith(f"/{MANIFEST}")}
             wanted = {
@@ -223,11 +224,8 @@ class RemoteDirectory:
         )
 
     def _owner(self) -> dict[str, Any]:
-        """Who has taken the run over last; empty if nobody has."""
-        try:
-            return parse_object(self._fs.cat_file(f"{self._base}/{_OWNER}").decode())
-        except FileNotFoundError:
-            return {}
+        """Who has taken the run over last."""
+        return parse_object(self._fs.cat_file(f"{self._base}/{_OWNER}").decode())
 
     def _check_owner(self) -> None:
         owner = self._owner()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, TaskError
 from lockstep.nn.holding import EVERYWHERE, WHOLE, Holding, Unit, release
 from lockstep.nn.row import row_of
 from lockstep.nn.sharded.layers import DIVIDED, ShardedModule, watch_backward_hooks
@@ -149,6 +149,38 @@ def keep(model: nn.Module, own: Holding) -> None:
             release(parameters[name])
     if row is not None:
         row.ties.take_place(own, units)
+
+
+def check_state_dict(model: nn.Module) -> None:
+    """Refuse a model in blocks or shards whose `state_dict` is not its parameters and buffers.
+
+    Ranks that have a part of it cannot run the code that makes it something else.
+
+    Raises:
+        TaskError: naming a tensor.
+    """
+    if not units_of(model):
+        return
+    shards = shards_of(model)
+    wholes = {shard.whole for shard in shards.values()}
+    own = dict(model.named_buffers(remove_duplicate=False))
+    own |= dict(model.named_parameters(remove_duplicate=False))
+    own = dict(joined_by_name(own, shards))
+    for name, tensor in model.state_dict().items():
+        if not isinstance(tensor, Tensor):
+            continue
+        there = own.get(name)
+        if name in wholes:
+            is_own = there is not None and torch.equal(tensor, there)
+        else:  # by memory: elements that are alike look the same in another order
+            is_own = there is not None and tensor.is_set_to(there)
+        if not is_own:
+            raise TaskError(
+                f"build_model: a hook, or a state_dict of the module's own, gives something else "
+                f"for {name} than the parameter or buffer, which a model in blocks or shards is "
+                "saved by; remove it, or keep the model whole (no Pipeline or lockstep.nn.stages, "
+                "sharding=gradients at most, no mesh.pp and mesh.tp)"
+            )
 
 
 def every_tensor(model: nn.Module) -> dict[str, Tensor]:

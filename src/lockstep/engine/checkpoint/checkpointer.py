@@ -34,7 +34,7 @@ from lockstep.engine.snapshot.restore import restore, restore_own, start_from
 from lockstep.engine.snapshot.resumable import check_meta, check_training_state, stretch
 from lockstep.engine.task.task_config import length_reads
 from lockstep.engine.training_data import share_places
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, EnvironError
 
 _UNKNOWN = "what it read under an earlier version is not known"
 
@@ -285,10 +285,20 @@ class Checkpointer:
         snapshot: checkpoint.Snapshot | None = None
         folder: Path | None = None
         skipped: list[str] = []
-        if self._runtime.is_first:
+
+        def read() -> None:
+            nonlocal snapshot, folder, skipped
             self._writer.wait()  # in the middle of a run, one may still be being written
-            with self._runtime.heartbeat.on_disk():
-                snapshot, folder, skipped = checkpoint.newest_valid(self._root, is_mapped=True)
+            try:
+                with self._runtime.heartbeat.on_disk():
+                    snapshot, folder, skipped = checkpoint.newest_valid(self._root, is_mapped=True)
+            except OSError as error:
+                raise EnvironError(
+                    f"{self._root}: cannot be read: {error.strerror}; allow more open files "
+                    "(ulimit -n), memory (ulimit -v) or mappings (vm.max_map_count), then resume"
+                ) from None
+
+        on_first(self._transport, read)
 
         def check() -> tuple[list[str], Sequence[int], Sequence[Any], list[str] | None] | None:
             if snapshot is None:

@@ -147,6 +147,9 @@ class Folder(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.likes)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.likes  # by `Mapping`, it would be read
+
     def __getitem__(self, name: str) -> Tensor:
         tensor = torch.empty_like(self.likes[name], device="cpu")
         try:

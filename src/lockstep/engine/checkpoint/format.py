@@ -56,6 +56,8 @@ from lockstep.errors import CheckpointError
 if TYPE_CHECKING:
     from lockstep.engine.checkpoint.share import OwnShare
 
+_MOST_LOOKED_AT = 16 << 20
+"""Bytes of tensors of files that stay in memory, besides the newest one."""
 FORMAT = 1
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 
@@ -94,9 +96,19 @@ class Snapshot:
     carry: dict[str, Tensor] = field(default_factory=dict)
     folder: Path | None = None
     mapped: list[MappedFile] = field(default_factory=list)
+    _num_looked_at: int = 0
+
+    def look(self, tensor: Tensor | None) -> Tensor | None:
+        """A tensor of a file that is about to be looked at; frees the memory of earlier ones."""
+        # Not for each tensor, since it takes some microseconds for each file.
+        if self._num_looked_at > _MOST_LOOKED_AT:
+            self.drop()
+        self._num_looked_at += 0 if tensor is None else tensor.nbytes
+        return tensor
 
     def drop(self) -> None:
         """Free the memory of what was looked at in files."""
+        self._num_looked_at = 0
         for file in self.mapped:
             file.drop()
 
@@ -250,17 +262,19 @@ def model_files(names: Mapping[str, Any]) -> list[str]:
     return sorted([*files_with(MODEL, names), *(n for n in names if n.startswith(TABLE))])
 
 
-def read_tensors(path: Path, is_mapped: bool = False) -> dict[str, Tensor]:
+def read_tensors(
+    path: Path, files: Mapping[str, Any], is_mapped: bool = False
+) -> dict[str, Tensor]:
     """Read and verify one file of a checkpoint.
 
     Args:
         path: path of the file.
+        files: what the manifest says of files.
         is_mapped: whether it was verified before, and tensors are to be read when looked at.
 
     Raises:
-        CheckpointError: it, or the manifest, is missing or damaged.
+        CheckpointError: it is missing or damaged.
     """
-    files = read_manifest(path.parent)["files"]
     if path.name not in files:
         raise CheckpointError(f"{path.with_name(MANIFEST)}: is damaged: names no {path.name}")
     if is_mapped:

@@ -48,6 +48,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _ALIGNMENT = 8
 """Bytes: the header ends at a multiple of it."""
 _CHUNK = 1 << 20
+_LIBC = ctypes.CDLL(None)
 _MOST_HEADER_BYTES = 100_000_000
 """As in the format's own library."""
 
@@ -291,7 +292,7 @@ class MappedFile:
         """Free the memory of what was looked at; it is read again if need be."""
         if size := len(self._bytes):
             start = ctypes.c_void_p(self._storage.data_ptr())
-            ctypes.CDLL(None).madvise(start, ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+            _LIBC.madvise(start, ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
 @dataclass

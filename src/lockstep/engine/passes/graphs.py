@@ -134,8 +134,11 @@ def reason_against(
     kind = type(compute.task)
     if kind.after_step is not Task.after_step or kind.lr_factor is not Task.lr_factor:
         between.append(compute.task)
-    if between and config.compute.graphs == "auto":
-        return f"{type(between[0]).__name__} may change what the loss reads between steps"
+    names = [type(one).__name__ for one in between]
+    if task_state.is_driven:
+        names.append("the body of the loop")
+    if names and config.compute.graphs == "auto":
+        return f"{names[0]} may change what the loss reads between steps"
     return ""
 
 
@@ -218,7 +221,7 @@ class WholePasses:
     def __init__(self, parts: StepParts, backward: Backward, capture: Capture | None) -> None:
         """Bind together what a pass works on; without `capture` there are no graphs."""
         config, model = parts.config, parts.model
-        self._every, self._is_measured = config.checkpoint.every, config.compute.graphs == "auto"
+        self._is_measured = config.compute.graphs == "auto"
         self._runtime, self._compute, self._backward = parts.runtime, parts.compute, backward
         self._loss_scale, self._capture, self._parts = parts.loss_scale, capture, parts
         self._memory = [place.tensor for place in tensor_places(model)] + parts.state.memory
@@ -226,7 +229,8 @@ class WholePasses:
         self._stands_on: list[object] = []
         self._num_seen: dict[Hashable, int] = {}
         self._graphs: dict[Hashable, _Graph | None] = {}
-        self.is_eager = self._is_due = False
+        self._unchecked: set[Hashable] = set()  # graphs to be compared when they are used next
+        self.is_eager = False
 
     def begin(self, step: int) -> None:
         """Before the passes of a step: forget graphs of other memory than there is now."""
@@ -237,9 +241,8 @@ class WholePasses:
         if now != self._stands_on:
             self._stands_on = now
             self._graphs.clear()
-        count = step + 1
-        is_save_due = count % self._every == 0 if self._every else self._parts.is_epoch_end(count)
-        self._is_due = count & step == 0 or is_save_due
+        if (step + 1) & step == 0 or self._parts.is_save_foreseen(step + 1):
+            self._unchecked = {key for key, graph in self._graphs.items() if graph is not None}
 
     def leaf(self, step: int, microbatch: int, batch: Any) -> Leaf:
         """The leaf of a microbatch; its memory may be overwritten by the next one.
@@ -273,9 +276,9 @@ class WholePasses:
         graph = self._graphs[key]
         if graph is None:
             return None
-        if not self._is_due:
+        if key not in self._unchecked:
             return self._replayed(graph, step, microbatch, leaves)
-        self._is_due = False
+        self._unchecked.discard(key)
         if hooked := _hooked(self._model):
             raise Refused(hooked)
         copies = iter([leaf.clone() for leaf in leaves])  # a loss may change its batch

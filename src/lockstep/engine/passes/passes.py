@@ -59,7 +59,7 @@ class StepParts:
         storage: where gradients, or parameters too, are while their block is not computed; None if
             they are whole in memory.
         task_state: the task and its hooks.
-        is_epoch_end: whether an epoch ends after so many steps.
+        is_save_foreseen: as of `StepChecks`.
     """
 
     runtime: Runtime
@@ -74,7 +74,7 @@ class StepParts:
     tables: Tables | None
     storage: BlockStorage | None
     task_state: TaskState
-    is_epoch_end: Callable[[int], bool]
+    is_save_foreseen: Callable[[int], bool]
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 from torch import nn
 
 from lockstep.comm.transport import GroupBroken
-from lockstep.config import ComputeConfig, TrainConfig
+from lockstep.config import TrainConfig
 from lockstep.engine.assembly import assemble
 from lockstep.engine.audit.hints import coupled_loss, ignored_methods, mean_loss
 from lockstep.engine.audit.repetition import StepRepeated
@@ -93,12 +93,7 @@ class Trainer:
         runtime.at("join" if joins else "met", 0)
         if not joins:
             check_size(config, runtime)
-        if is_driven and config.compute.graphs == "auto":
-            # The loop's body may change what a loss reads, and a graph has kept.
-            without = config.model_copy(update={"compute": ComputeConfig(graphs=False)})
-            parts = self._parts = assemble(task, without, runtime)
-        else:
-            parts = self._parts = assemble(task, config, runtime)
+        parts = self._parts = assemble(task, config, runtime, is_driven)
         self._hooks = Hooks(config, runtime, parts, directory.path)
         self._reporter = Reporter(task.name, config, runtime, parts, directory)
         self._checkpointer = Checkpointer(config, runtime, parts, directory, self._on_written)

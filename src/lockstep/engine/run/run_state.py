@@ -185,7 +185,4 @@ class RunState:
         self._parts.loader.add_places(values["places"])
 
     def _is_due(self, every: int) -> bool:
-        """Every so many steps, or, for 0, at the end of an epoch."""
-        if every:
-            return self.progress.step % every == 0
-        return self._parts.sampler.is_epoch_end(self.progress.step)
+        return self._parts.sampler.is_due(self.progress.step, every)

@@ -66,7 +66,8 @@ class _OfState(Scattered):
         counts = Counter[int]()
         for piece in (piece for of_shard in pieces for piece in of_shard):
             counts[piece.rank] += len(piece.elements)
-        assert sum(counts.values()) == kind.shape.numel(), "each element is sent once"
+        if sum(counts.values()) != kind.shape.numel():
+            raise RuntimeError(f"{key or 'model'}: an element is sent by no rank, or by two")
         super().__init__(kind, counts)
         self._state, self._key, self._shards, self._pieces = state, key, shards, pieces
 
@@ -358,8 +359,7 @@ def load_own(train_step: TrainStep, snapshot: Snapshot) -> None:
     shards = shards_of(model)
 
     def find(name: str) -> Tensor | None:
-        snapshot.drop()
-        return found(snapshot.model, name, shards)
+        return snapshot.look(found(snapshot.model, name, shards))
 
     tensors = own_tensors(train_step)
     if placement.in_slices:
@@ -392,8 +392,7 @@ def own_optimizer_state(
 
     def read(key: str, segment: int, elements: Range) -> Tensor:
         def find(name: str) -> Tensor | None:
-            snapshot.drop()
-            return found(saved, name, flat.shards, f"{key}/")
+            return snapshot.look(found(saved, name, flat.shards, f"{key}/"))
 
         dtype = flat.segments[segment].dtype
         made = torch.zeros(len(elements), dtype=dtype, device=flat.flats[segment].device)

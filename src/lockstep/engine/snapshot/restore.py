@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -300,7 +301,10 @@ def receive_model(
     if _has_other_shards(train_step, transport):
         shards, everyone = shards_of(train_step.model), every_tensor(train_step.model)
     buffers = train_step.state.unsaved
-    sources = dict(snapshot.model) | snapshot.buffers if snapshot else {}
+    # No copy: a folder's tensors are read one at a time, when they are looked at.
+    sources: Mapping[str, Tensor] = {}
+    if snapshot:
+        sources = ChainMap(snapshot.buffers, cast("dict[str, Tensor]", snapshot.model))
     received = {}
     for name, here in (everyone | buffers).items():
         tensor = torch.empty_like(here, memory_format=torch.contiguous_format)

@@ -26,11 +26,13 @@ class TaskState:
     Attributes:
         task: the task.
         hooks: all its hooks.
+        is_driven: whether the body of a user's own loop runs between steps.
     """
 
-    def __init__(self, task: Task, hooks: Sequence[Hook] = ()) -> None:
+    def __init__(self, task: Task, hooks: Sequence[Hook] = (), is_driven: bool = False) -> None:
         self.task = task
         self.hooks = tuple(hooks)
+        self.is_driven = is_driven
 
     @property
     def may_change_model(self) -> bool:

@@ -29,7 +29,7 @@ from lockstep.engine.step.workspace import Workspace
 from lockstep.engine.tables.run_tables import tables_of
 from lockstep.engine.task import Task, has_carry
 from lockstep.errors import ConfigError, TaskError
-from lockstep.nn.cutting import cut, shards_of
+from lockstep.nn.cutting import check_state_dict, cut, shards_of
 from lockstep.nn.holding import say_what_is_held
 from lockstep.nn.module_row import ModuleRow
 from lockstep.nn.row import row_of, set_row
@@ -78,13 +78,14 @@ class StepChecks:
         constants: parameters and buffers that passes must not change.
         pass_state: state that passes may leave in task, hooks, datasets and model.
         order_digest: digest of the order of samples in a step, which all ranks must have alike.
-        is_epoch_end: whether an epoch ends after so many steps.
+        is_save_foreseen: whether it is known beforehand that parameters may be saved after so many
+            steps.
     """
 
     constants: Constants
     pass_state: PassState
     order_digest: Callable[[int], int]
-    is_epoch_end: Callable[[int], bool]
+    is_save_foreseen: Callable[[int], bool]
 
 
 class SlicedParameters:
@@ -189,6 +190,7 @@ def built(
     if config.shards_parameters and row_of(model) is None:
         set_row(model, found_row(model))
     check_pipeline(model, config)
+    check_state_dict(model)
     recompute_activations(model, config.activation_checkpointing)
     _check_local_steps_fit(task, model, config)
     _begin_row(model, config)

@@ -106,7 +106,7 @@ class TrainStep:
             self.tables = Tables(runtime, config, placement, compute.lookups.tables, total_steps)
         self._parts = parts = StepParts(
             runtime, config, model, compute, state, placement, self.loss_scale, self.watch,
-            self.carries, self.tables, self._storage, task_state, checks.is_epoch_end,
+            self.carries, self.tables, self._storage, task_state, checks.is_save_foreseen,
         )  # fmt: skip
         self._passes = Passes(parts, flat)
         self._sums = StepSums(parts, self._passes, length_reads(task_state.task.config))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.transport import Transport
-from lockstep.engine.checkpoint.format import TABLE, Snapshot, read_tensors
+from lockstep.engine.checkpoint.format import TABLE, Snapshot, read_manifest, read_tensors
 from lockstep.engine.checkpoint.share import Scattered
 from lockstep.engine.checkpoint.tensor_files import Kind
 from lockstep.engine.runtime import everywhere
@@ -130,7 +130,11 @@ def scattered_tables(
 
 
 def read_fields(
-    table: SparseEmbedding, path: Path, rows: Range, is_mapped: bool = False
+    table: SparseEmbedding,
+    path: Path,
+    rows: Range,
+    files: Mapping[str, Any],
+    is_mapped: bool = False,
 ) -> dict[str, Tensor]:
     """The fields of the rows in a file, which has been verified.
 
@@ -138,12 +142,13 @@ def read_fields(
         table: table of the rows.
         path: path of the file.
         rows: the rows.
+        files: what the checkpoint's manifest says of files.
         is_mapped: whether to read only what is looked at.
 
     Raises:
         CheckpointError: it cannot be read, or holds something else.
     """
-    fields = read_tensors(path, is_mapped)
+    fields = read_tensors(path, files, is_mapped)
     wanted = {name: (len(rows), width) for name, width in widths(table).items()}
     there = {name: tuple(field.shape) for name, field in fields.items()}
     if there != wanted or any(field.dtype != torch.float32 for field in fields.values()):
@@ -157,11 +162,15 @@ def read_rows(snapshot: Snapshot) -> Iterator[tuple[str, int, str, Tensor]]:
     Raises:
         CheckpointError: a file cannot be read.
     """
-    for name, table in snapshot.meta.get("tables", {}).items():
+    tables = snapshot.meta.get("tables", {})
+    if not tables:
+        return
+    assert snapshot.folder is not None, "it was read from disk"
+    files = read_manifest(snapshot.folder)["files"]
+    for name, table in tables.items():
         first = 0
         for file in table["files"]:
-            assert snapshot.folder is not None, "it was read from disk"
-            fields = read_tensors(snapshot.folder / file)
+            fields = read_tensors(snapshot.folder / file, files)
             for key, values in fields.items():
                 yield name, first, key, values
             first += len(fields["weight"])
@@ -184,6 +193,8 @@ def load_tables(
     Raises:
         CheckpointError: a file cannot be read; on all ranks.
     """
+    with transport.observer.on_disk():
+        files = everywhere(transport, lambda: read_manifest(folder)["files"] if folder else {})
     for number, distributed in enumerate(tables):
         for part, rows in enumerate(cuts(distributed.module)):
             path = folder / file_name(number, part) if folder is not None else None
@@ -192,7 +203,9 @@ def load_tables(
             def read(
                 path: Path | None = path, rows: Range = rows, table: SparseEmbedding = table
             ) -> dict[str, Tensor] | None:
-                return read_fields(table, path, rows, is_everywhere) if path is not None else None
+                if path is None:
+                    return None
+                return read_fields(table, path, rows, files, is_everywhere)
 
             with transport.observer.on_disk():
                 fields = everywhere(transport, read)
@@ -224,9 +237,10 @@ def load_whole(tables: Mapping[str, SparseEmbedding], folder: Path, device: torc
     Raises:
         CheckpointError: a file cannot be read.
     """
+    files = read_manifest(folder)["files"] if tables else {}
     for number, table in enumerate(tables.values()):
         weight = torch.empty(table.num_rows, table.dim, device=device)
         for part, rows in enumerate(cuts(table)):
-            fields = read_fields(table, folder / file_name(number, part), rows)
+            fields = read_fields(table, folder / file_name(number, part), rows, files)
             weight[rows.first : rows.last] = fields["weight"]
         table.weight = weight
