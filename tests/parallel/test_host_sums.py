@@ -24,7 +24,6 @@ from lockstep.parallel.hosts import (
     cut,
     host_nodes,
     meet_hosts,
-    overlap,
     ranks_of_hosts,
     shares,
 )
@@ -196,10 +195,10 @@ def test_every_element_has_one_place_on_every_host(
 
 
 def test_ranges_overlap() -> None:
-    assert overlap(Range(0, 5), Range(3, 9)) == Range(3, 5)
-    assert overlap(Range(4, 6), Range(0, 9)) == Range(4, 6)
+    assert Range(0, 5).common(Range(3, 9)) == Range(3, 5)
+    assert Range(4, 6).common(Range(0, 9)) == Range(4, 6)
     for other in (Range(0, 2), Range(7, 9), Range(5, 5)):
-        assert len(overlap(Range(4, 6), other)) == 0
+        assert len(Range(4, 6).common(other)) == 0
 
 
 @pytest.mark.parametrize("counts", [[2, 2], [1, 3, 2]])

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from lockstep.parallel.exchange import Leaves
 from lockstep.parallel.fold import LateGradientError
-from lockstep.parallel.hosts import APART
 from lockstep.parallel.layout import Range, split
 from lockstep.parallel.overlapped import OverlappedSlices
 from lockstep.parallel.reduction import OrderedReduction, Ways
@@ -31,7 +30,7 @@ def overlapped(
     transport: ThreadTransport, ranges: Sequence[Range], bucket_bytes: int
 ) -> tuple[OrderedReduction, OverlappedSlices]:
     leaves = Leaves(SEGMENTS, PLACES, NUM_SCALARS, ranges[-1].last, torch.device("cpu"))
-    ways = Ways(overlaps=True, hosts=APART)
+    ways = Ways(overlaps=True)
     made = OrderedReduction(
         transport, leaves, ranges, num_header=0, bucket_bytes=bucket_bytes, ways=ways
     )

@@ -20,7 +20,7 @@ from lockstep.nn.row import row_of
 from lockstep.nn.sharded.regions import Moment, Region
 from lockstep.parallel.axes import DepthAxis, ShardAxis
 from lockstep.parallel.axes import Moment as PipelineMoment
-from lockstep.parallel.hosts import Hosts, meet_hosts
+from lockstep.parallel.hosts import Hosts, are_apart, meet_hosts
 from lockstep.parallel.layout import Assigned, Pass, Range, one_forward_one_backward, split
 from lockstep.parallel.mesh import NEW, Mesh, rearranged
 
@@ -111,6 +111,7 @@ class Placement:
         storage: transport between the ranks of this one's column for collectives inside a step.
         hosts: hosts of the ranks of this one's column, or why gradients are not summed host by
             host; empty where that is no option.
+        are_apart: whether each rank has a host of its own, where gradients may be sent early.
         mesh: column of every rank, and the replicas.
         num_shards: number of shards of each layer that is cut.
         stages: range of blocks of each stage; of a model that is no pipeline a single one.
@@ -146,6 +147,8 @@ class Placement:
             and not config.shards_gradients
             and config.compression.name == "none"
         )
+        self._overlaps = config.overlap and is_cpu and not config.shards_optimizer
+        self.are_apart = False
         self.hosts: Hosts | str = ""
         if config.exchange == "hierarchical" and not is_cpu:
             self.hosts = f"not host by host: the tensors are on {runtime.device.type}"
@@ -250,6 +253,7 @@ class Placement:
         if self._sums_by_host:
             columns = [self.mesh.members(column) for column in range(self.mesh.num_columns)]
             self.hosts = meet_hosts(self.world, columns)
+        self.are_apart = self._overlaps and are_apart(self.world)
         self._connect_axes()
 
     def _connect_axes(self) -> None:

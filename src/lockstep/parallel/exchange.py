@@ -235,6 +235,7 @@ def receive_nodes(
     received: Sequence[int],
     senders: Sequence[int],
     like: Tensor,
+    move: Callable[[Tensor, list[int], Sequence[int], Tensor, list[int]], object] | None = None,
 ) -> list[Tensor]:
     """This rank's elements of the nodes of all senders, in canonical order; a collective.
 
@@ -247,7 +248,9 @@ def receive_nodes(
         received: number of elements of a node that each rank sends here.
         senders: number of the sender that each rank belongs to: itself, or its host.
         like: a tensor of the dtype of the nodes.
+        move: `all_to_all` of the transport, or what begins one.
     """
+    move = move or transport.all_to_all
     here = senders[transport.rank]
     length = sum(n for n, sender in zip(received, senders, strict=True) if sender == here)
     by_node: dict[tuple[int, int], Tensor] = {}
@@ -257,9 +260,9 @@ def receive_nodes(
         sending = [s for s, n in enumerate(num_nodes) if j < n]
         incoming = like.new_empty(length * len(sending))
         is_sending = j < len(own)
-        transport.all_to_all(
+        move(
             own[j] if is_sending else like,
-            sent if is_sending else [0] * transport.size,
+            list(sent) if is_sending else [0] * transport.size,
             starts if is_sending else [0] * transport.size,
             incoming,
             [n if s in sending else 0 for n, s in zip(received, senders, strict=True)],

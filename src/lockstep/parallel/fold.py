@@ -75,9 +75,14 @@ def laid_out(
 
 def slice_up(segments: Sequence[Segment], size: int) -> list[list[Range]]:
     """For each segment, the range of elements of each of `size` ranks: whole blocks."""
+    return [split_blocks(Range(0, segment.numel), size) for segment in segments]
+
+
+def split_blocks(whole: Range, size: int) -> list[Range]:
+    """A range of whole blocks in `size` such ranges."""
     return [
-        [Range(r.first * BLOCK, r.last * BLOCK) for r in split(s.numel // BLOCK, size)]
-        for s in segments
+        Range(whole.first + part.first * BLOCK, whole.first + part.last * BLOCK)
+        for part in split(len(whole) // BLOCK, size)
     ]
 
 

@@ -38,8 +38,8 @@ class Range(NamedTuple):
         return slice(self.first, self.last)
 
     def common(self, other: Range) -> Range:
-        """The integers that are in both; an empty range if there are none."""
-        first = max(self.first, other.first)
+        """The integers that are in both; if there are none, an empty range inside of this one."""
+        first = min(max(self.first, other.first), self.last)
         return Range(first, max(first, min(self.last, other.last)))
 
 

@@ -24,9 +24,15 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lockstep.comm.ahead import Started
-from lockstep.parallel.exchange import ExchangePlan, Slices, add_up, start_gathering_slices
-from lockstep.parallel.fold import BLOCK, Fold, TensorSpecs
-from lockstep.parallel.layout import Range, split
+from lockstep.parallel.exchange import (
+    ExchangePlan,
+    Slices,
+    add_up,
+    receive_nodes,
+    start_gathering_slices,
+)
+from lockstep.parallel.fold import BLOCK, Fold, TensorSpecs, split_blocks
+from lockstep.parallel.layout import Range
 
 
 class _Bucket(NamedTuple):
@@ -77,8 +83,9 @@ class OverlappedSlices(Slices):
         for segment, of_segment in enumerate(specs):
             self._cut(segment, of_segment)
         self._sizes = Counter(bucket for of_tensor in self._of_tensor for bucket in of_tensor)
-        self._has_watched = False
         self._times_final: Counter[int] = Counter()
+        self._whole: set[int] = set()
+        self._in_pieces: set[int] = set()
         self._begin_step()
 
     def _cut(self, segment: int, specs: Sequence[tuple[int, object]]) -> None:
@@ -90,19 +97,14 @@ class OverlappedSlices(Slices):
         first_bucket = len(self._buckets)
         for last in range(numel, 0, -length):
             whole = Range(max(0, last - length), last)
-            blocks = split(len(whole) // BLOCK, size)
-            parts = [
-                Range(whole.first + of.first * BLOCK, whole.first + of.last * BLOCK)
-                for of in blocks
-            ]
-            self._buckets.append(_Bucket(segment, whole, parts))
+            self._buckets.append(_Bucket(segment, whole, split_blocks(whole, size)))
         ends = [*(offset for offset, _ in specs[1:]), numel]
         for (first, _), last in zip(specs, ends, strict=True):
             self._of_tensor.append(
                 [
                     number
                     for number, bucket in enumerate(self._buckets[first_bucket:], first_bucket)
-                    if first < bucket.range.last and last > bucket.range.first
+                    if len(bucket.range.common(Range(first, last)))
                 ]
             )
 
@@ -138,18 +140,15 @@ class OverlappedSlices(Slices):
         finally:
             for hook in hooks:
                 hook.remove()
-        if not self._has_watched:
-            self._has_watched = True
-            # Activations that are computed again may bring a parameter its gradient in pieces: in
-            # each of these passes, so those parameters are known from the first one.
-            self._in_pieces = {n for n, times in self._times_final.items() if times > 1}
+        # Activations that are computed again may bring a parameter its gradient in pieces. So only
+        # those leave early that have come whole before.
+        self._in_pieces |= {n for n, times in self._times_final.items() if times > 1}
+        self._whole = {*self._whole, *self._times_final} - self._in_pieces
 
     def _take(self, index: int, parameter: Tensor) -> None:
         """A gradient is there."""
-        if not self._has_watched:
-            self._times_final[index] += 1
-            return
-        if index in self._in_pieces:
+        self._times_final[index] += 1
+        if index not in self._whole:
             return
         started = perf_counter()
         assert parameter.grad is not None
@@ -183,29 +182,32 @@ class OverlappedSlices(Slices):
 
     def _start(self, bucket: _Bucket) -> _Travelling:
         plan, transport = self._plan, self._transport
-        rank, size = transport.rank, transport.size
-        own = [row.segments[bucket.segment] for row in plan.arena.rows[: plan.num_nodes[rank]]]
-        like, part = self.total.segments[bucket.segment], bucket.parts[rank]
-        messages, by_node = [], {}
-        # One node of each rank at a time, as in `receive_nodes`.
-        for j in range(max(plan.num_nodes)):
-            sending = [r for r, n in enumerate(plan.num_nodes) if j < n]
-            incoming = like.new_empty(len(sending), len(part))
-            for sender, node in zip(sending, incoming, strict=True):
-                by_node[sender, j] = node
-            is_sending = j < len(own)
-            if is_sending:
-                by_node[rank, j].copy_(own[j][part.slice])
-            messages.append(
-                transport.start(
-                    own[j] if is_sending else like,
-                    [len(p) if is_sending else 0 for p in bucket.parts],
-                    [p.first for p in bucket.parts],
-                    incoming.view(-1),
-                    [len(part) if r in sending else 0 for r in range(size)],
-                )
-            )
-        return _Travelling(bucket, messages, [by_node[key] for key in sorted(by_node)])
+        rank, own = transport.rank, bucket.parts[transport.rank]
+        messages: list[Started] = []
+
+        def move(
+            node: Tensor,
+            sent: list[int],
+            starts: Sequence[int],
+            incoming: Tensor,
+            received: list[int],
+        ) -> None:
+            first = sum(received[:rank])
+            incoming[first : first + received[rank]] = node[own.slice][: received[rank]]
+            messages.append(transport.start(node, sent, starts, incoming, received))
+
+        nodes = receive_nodes(
+            transport,
+            [row.segments[bucket.segment] for row in plan.arena.rows[: plan.num_nodes[rank]]],
+            plan.num_nodes,
+            sent=[len(part) for part in bucket.parts],
+            starts=[part.first for part in bucket.parts],
+            received=[len(own)] * transport.size,
+            senders=range(transport.size),
+            like=self.total.segments[bucket.segment],
+            move=move,
+        )
+        return _Travelling(bucket, messages, nodes)
 
     def _sum(self) -> None:
         """Add up the nodes that have arrived, and have all ranks get the sum."""

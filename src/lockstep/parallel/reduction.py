@@ -34,7 +34,7 @@ from lockstep.parallel.exchange import (
     gather_slices,
 )
 from lockstep.parallel.fold import ArenaLayout, Fold, Row, rows_needed, slice_up
-from lockstep.parallel.hosts import APART, Hosts, Tried
+from lockstep.parallel.hosts import Hosts, Tried
 from lockstep.parallel.hosts.exchange import NodesByHost, SlicesByHost, gather_slices_by_host
 from lockstep.parallel.layout import Assigned, merges
 from lockstep.parallel.layout import leaves as leaves_of
@@ -73,8 +73,8 @@ class Ways:
         hosts: hosts of the ranks, or why sums are not made host by host; the same on all ranks, but
             for the transport inside.
         is_measured: whether sums are made host by host only if that is measured to be quicker.
-        overlaps: whether gradients may travel during the last backward pass, where ranks have a
-            host each and the transport can do so; the same on all ranks.
+        overlaps: whether gradients may travel during the last backward pass, where the transport
+            can do so; the same on all ranks.
     """
 
     shares_memory: bool = False
@@ -151,7 +151,7 @@ class OrderedReduction:
             self._exchange = Alone(arena)
         elif is_small:
             self._exchange = WholeNodes(plan)
-        elif ways.overlaps and gather and hosts == APART and transport.runs_ahead(bucket_bytes):
+        elif ways.overlaps and gather and transport.runs_ahead(bucket_bytes):
             self._exchange = OverlappedSlices(plan, self.fold, leaves.specs)
         elif is_shared and not isinstance(hosts, Hosts):
             self._exchange = SharedSlices(plan, memory)

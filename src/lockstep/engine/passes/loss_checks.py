@@ -195,8 +195,8 @@ def late_gradient(name: str, is_early: bool) -> TaskError:
     """
     if is_early:
         return TaskError(
-            f"parameter {name}: its gradient was changed after it was complete, and had been sent "
-            "(overlap); set overlap=false"
+            f"parameter {name}: its gradient changed after it had been sent (overlap), which "
+            "activations that are computed again or hooks may do; set overlap=false"
         )
     return TaskError(
         f"parameter {name}: got a gradient after the backward pass of its block was over "

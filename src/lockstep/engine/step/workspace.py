@@ -141,7 +141,7 @@ class Workspace:
                     is_one_host=runtime.is_one_host,
                     hosts=placement.hosts,
                     is_measured=config.exchange == "auto",
-                    overlaps=config.overlap and not placement.are_coupled and not has_ties,
+                    overlaps=placement.are_apart and not placement.are_coupled and not has_ties,
                 ),
                 at=at,
             )

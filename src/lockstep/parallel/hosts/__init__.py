@@ -22,12 +22,8 @@ from torch import Tensor
 from lockstep.comm.shared_memory import hosts_of
 from lockstep.comm.transport import Transport
 from lockstep.parallel.exchange import Exchange
-from lockstep.parallel.fold import BLOCK, Row
-from lockstep.parallel.layout import Node, Range, consecutive, merges, split
-
-_APART = "no two ranks that follow each other share a host"
-APART = f"not host by host: {_APART}"
-"""What `meet_hosts` says of ranks that have a host each."""
+from lockstep.parallel.fold import Row, split_blocks
+from lockstep.parallel.layout import Node, Range, consecutive, merges
 
 
 def ranks_of_hosts(hosts: Sequence[str]) -> list[Range] | str:
@@ -40,7 +36,7 @@ def ranks_of_hosts(hosts: Sequence[str]) -> list[Range] | str:
     if len(runs) == 1:
         return ""
     if len(runs) == len(hosts):
-        return _APART
+        return "no two ranks that follow each other share a host"
     if len(runs) > len(set(hosts)):
         return "ranks of one host do not follow each other"
     return consecutive([num for _, num in runs])
@@ -91,21 +87,9 @@ def shares(slices: Sequence[Range], hosts: Sequence[Range]) -> list[list[Range]]
     regions = [Range(slices[h.first].first, slices[h.last - 1].last) for h in hosts]
     found: list[list[Range]] = []
     for host in hosts:
-        parts = [split(len(region) // BLOCK, len(host)) for region in regions]
-        for number in range(len(host)):
-            found.append(
-                [
-                    Range(region.first + own.first * BLOCK, region.first + own.last * BLOCK)
-                    for region, own in zip(regions, (p[number] for p in parts), strict=True)
-                ]
-            )
+        parts = [split_blocks(region, len(host)) for region in regions]
+        found += [[part[number] for part in parts] for number in range(len(host))]
     return found
-
-
-def overlap(one: Range, other: Range) -> Range:
-    """What two ranges have in common; where that is nothing, an empty range inside of the first."""
-    first = min(max(one.first, other.first), one.last)
-    return Range(first, max(first, min(one.last, other.last)))
 
 
 class Cut(NamedTuple):
@@ -134,10 +118,10 @@ def cut(parts: Sequence[Range], hosts: Sequence[Range], slices: Sequence[Range],
     host_of = [number for number, ranks in enumerate(hosts) for _ in range(len(ranks))]
     by_rank = shares(slices, hosts)
     worked = [
-        [overlap(by_rank[q][host_of[r]], part) for r, part in enumerate(parts)]
+        [by_rank[q][host_of[r]].common(part) for r, part in enumerate(parts)]
         for q in range(*hosts[host_of[rank]])
     ]
-    given = [overlap(own[host_of[rank]], parts[rank]) for own in by_rank]
+    given = [own[host_of[rank]].common(parts[rank]) for own in by_rank]
     return Cut(worked, parts[rank], given)
 
 
@@ -168,6 +152,13 @@ class Hosts:
             inside.all_gather(tensor[: counts[inside.rank]], tensor, counts)
         else:
             inside.broadcast(tensor, 0)
+
+
+def are_apart(world: Transport) -> bool:
+    """Whether each rank has a host of its own; a collective."""
+    if world.size == 1 or world.why_messages == "":
+        return False
+    return len(set(hosts_of(world))) == world.size
 
 
 def meet_hosts(world: Transport, columns: Sequence[Sequence[int]]) -> Hosts | str:
