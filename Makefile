@@ -35,10 +35,11 @@ test-docs: venv
 test-fuzz: venv
 	$(BIN)/python -m tests.fuzz $(if $(SEED),--seed $(SEED))
 
-# Random kills and bad surroundings; SEED=123 does the same again.
+# Random kills, bad surroundings and faults on hosts; SEED=123 does the same again.
 test-campaigns: venv
 	$(BIN)/python -m tests.campaigns.kills $(if $(SEED),--seed $(SEED))
 	$(BIN)/python -m tests.campaigns.surroundings $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.campaigns.hosts $(if $(SEED),--seed $(SEED))
 
 test-slow: venv
 	$(BIN)/python -m pytest -m "slow and not slurm"

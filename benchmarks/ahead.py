@@ -19,13 +19,11 @@ from processes import HERE, Spread
 from run import DOCS, machine
 
 _SCRIPT = "sliced_blocks.py"
-_SHARDED = ("--sharding", "parameters")
 _RATE = 1e9 / 8
 """Bytes per second of the network."""
 _WIDTH = 1024
 _UNIT_BYTES = 4 * _WIDTH * (_WIDTH + 1)
 _TIMEOUT_S = 120.0
-_MIB = 1 << 20
 
 
 def main() -> None:

@@ -204,7 +204,8 @@ def _speed(device: str, rounds: int, is_dry: bool) -> Section:
         "Steps",
         "Lockstep with one microbatch, beside a plain loop of torch that asks for deterministic "
         "kernels too. Both take shuffled batches of data in the computer's memory; Adam. The "
-        "ratio of steps a second is that with `compute.graphs=auto`.",
+        "ratio of steps a second is that with `compute.graphs=auto`. Brackets are of three "
+        "repeats.",
         ("model", "plain loop", "no graphs", "graphs", "ratio"),
     )
     for text, loop in _LOOPS.items():

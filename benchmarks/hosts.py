@@ -93,21 +93,14 @@ def measured(launcher: Launcher, shape: str, quick: bool) -> list[dict[str, Any]
     effort = ("--repeats", "1", "--seconds", "0.1") if quick else ("--repeats", "7")
     nums = MICROBATCHES[:1] if quick else MICROBATCHES
     argv = ["--parameters", *map(str, PARAMETERS), "--microbatches", *map(str, nums), *effort]
-    return on_hosts("host_sums.py", argv, launcher, shape, HOSTS, RANKS)
-
-
-def on_hosts(
-    script: str, argv: Sequence[str], launcher: Launcher, shape: str, num_hosts: int, ranks: int
-) -> list[dict[str, Any]]:
-    """What ranks on the hosts of a laboratory find."""
-    with tempfile.TemporaryDirectory() as folder, Lab(num_hosts, shape) as lab:
+    with tempfile.TemporaryDirectory() as folder, Lab(HOSTS, shape) as lab:
         out = Path(folder) / "found.json"
-        program = [sys.executable, str(Path(__file__).with_name(script))]
+        program = [sys.executable, str(Path(__file__).with_name("host_sums.py"))]
         ended = start_ranks(
-            lab, ranks, [*program, *argv, "--out", str(out)], launcher, timeout_s=_TIMEOUT_S,
+            lab, RANKS, [*program, *argv, "--out", str(out)], launcher, timeout_s=_TIMEOUT_S,
         )  # fmt: skip
         if ended.exit_code:
-            sys.exit(f"hosts: {script}, {launcher}, {shape}: ended with {ended.exit_code}")
+            sys.exit(f"hosts: {launcher}, {shape}: ended with {ended.exit_code}")
         found: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))
     return found
 

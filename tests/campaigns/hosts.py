@@ -84,6 +84,15 @@ class Faults:
         self._again.append((time.monotonic() + seconds, host, undo))
 
 
+def end_all(run: Any) -> list[int]:
+    """End what is left of a run's processes; which there were."""
+    left = [pid for host in range(run.lab.num_hosts) for pid in run.on_host(host)]
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return left
+
+
 def main() -> int:
     """Strike one run; 1 if anything went wrong."""
     parser = argparse.ArgumentParser(prog="tests.campaigns.hosts")
@@ -94,11 +103,13 @@ def main() -> int:
     source = random.Random(arguments.seed)
     steps = f"steps={arguments.faults * 200}"
     root = Path(tempfile.mkdtemp(prefix="lockstep-hosts-"))
+    print(f"seed {arguments.seed}; {root}", flush=True)
     sha = sha_alone(root, steps)
-    with Lab(arguments.hosts) as lab:
+    with Lab(arguments.hosts) as lab, contextlib.ExitStack() as stack:
         options = ("--replace", str(10 * arguments.faults))
         run = Agents(lab, root / "on hosts", *options, train=(steps, "checkpoint.every=50"))
         faults = Faults(run, source)
+        stack.callback(end_all, run)
         for host in range(arguments.hosts):
             run.start(host)
         run.wait_for(lambda: run.step() >= 3, 60)
@@ -113,9 +124,7 @@ def main() -> int:
                 break
         faults.mend(all_of_them=True)
         codes = run.codes(600)
-        left = [pid for host in range(arguments.hosts) for pid in run.on_host(host)]
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
+        left = end_all(run)
     done = [row["step"] for row in run.rows("StepDone")]
     same = sha == result(run.folder / "run").get("params_sha256")
     once = done == sorted(set(done))

@@ -41,6 +41,17 @@ def test_ranks_hosts_and_cables_are_lost_and_come_back_and_the_bits_stay(tmp_pat
     assert TIMEOUT_S * 0.5 < took["a cable pulled"] < TIMEOUT_S + 2
 
 
+def test_a_silent_coordinator_ends_the_run_with_the_code_to_try_again(tmp_path):
+    with Lab(3) as lab:
+        run = Agents(lab, tmp_path / "run", "--wait", "3")
+        for host in range(3):
+            run.start(host)
+        run.wait_for(lambda: run.step() >= 3)
+        run.cable(0, "down")
+        assert [run.processes[host].wait(30) for host in (1, 2)] == [75, 75], run.said()
+        run.kill(0)
+
+
 def test_a_signal_to_one_agent_stops_all_and_nothing_outlives_the_coordinator(tmp_path):
     with Lab(3) as lab:
         run = Agents(lab, tmp_path / "run")

@@ -1,4 +1,4 @@
-"""What this host gives a process: limits of its control groups, and large blocks of memory.
+"""What this host gives a process: limits of its control groups, large blocks of memory, loopback.
 
 Of the standard library only: what is set here must be before torch is imported.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import ipaddress
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,3 +100,14 @@ def collect_as_usual() -> None:
     if gc.get_threshold()[0] == _SELDOM:
         gc.freeze()
         gc.set_threshold(*_USUAL)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address says that only processes of the same host can reach it.
+
+    What a name is resolved to does not count: many hosts know themselves by a loopback address.
+    """
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # a name
+        return False

@@ -42,6 +42,7 @@ from lockstep.engine.step.model import (
     TrainedModel,
     build_model,
     built,
+    saves_foreseen,
     trainable_groups,
 )
 from lockstep.engine.step.train_step import TrainStep
@@ -105,13 +106,7 @@ class Parts:
 
 
 def assemble(task: Task, config: TrainConfig, runtime: Runtime, is_driven: bool = False) -> Parts:
-    """Build model, optimizer, data and the training step.
-
-    Args:
-        task: the task.
-        config: config of the run.
-        runtime: surroundings of this process.
-        is_driven: whether the body of a user's own loop runs between steps.
+    """Build model, optimizer, data and the training step, for a user's own loop if `is_driven`.
 
     Raises:
         LockstepError: the task or the config does not work, or ranks do not agree; on all ranks.
@@ -214,11 +209,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime, is_driven: bool 
             constants,
             pass_state,
             sampler.order_digest,
-            lambda count: (
-                sampler.is_due(count, config.checkpoint.every)
-                or sampler.is_due(count, config.eval_every)
-                or count in (total_steps, config.stop_at_step)
-            ),
+            saves_foreseen(config, sampler, total_steps),
         ),
     )
     pass_state.optimizers = kept_by(optimizers_in(optimizer).values())

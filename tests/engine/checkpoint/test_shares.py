@@ -34,7 +34,7 @@ from lockstep.engine.events import Checkpointed, Event, Warned
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.snapshot.capture import whole_digest
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, TaskError
 
 FILE_BYTES = 6000
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -175,6 +175,8 @@ def test_what_hooks_make_of_parameters_is_saved(tmp_path: Path) -> None:
         assert all(all(same) for same in on_ranks(size, body)), sharding
         found[sharding] = tensor_files(tmp_path / sharding / "checkpoints" / "step_00000001")
     assert found["optimizer"] == found["gradients"] == found["none"]
+    with pytest.raises(TaskError, match=r"gives something else for .*norm\.weight than the param"):
+        on_ranks(2, lambda t: Rank(t, tmp_path / "slices", task=task, sharding="parameters"))
 
 
 def test_ranks_that_do_not_see_the_folder_leave_all_to_rank_0(

@@ -111,6 +111,14 @@ class Ranks(RuleBasedStateMachine):
             self.generations[new], self.takes_in[new] = 0, True
             self.records[new] = Record(new)
 
+    @precondition(lambda self: self.group.generation and self.states)
+    @rule(data=st.data())
+    def begin_to_end(self, data: st.DataObject) -> None:
+        """The others go on without one whose exit code comes later."""
+        slot = data.draw(st.sampled_from(sorted(self.states)))
+        self.states[slot] = "killed"
+        self.say(slot, "dying")
+
     @precondition(lambda self: self.group.generation and not self.deaf)
     @rule(data=st.data())
     def cut_off(self, data: st.DataObject) -> None:

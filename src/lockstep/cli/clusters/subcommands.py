@@ -159,8 +159,8 @@ def agent(
     where = Rendezvous.parse(rendezvous)
     known = os.environ.get("SLURM_JOB_ID", "") if name is None else name
     terms = Terms(__version__, known, hosts, ranks, replace, host_timeout, tuple(command))
-    threads = next((w for w in command if re.fullmatch(r"threads=[1-9]\d?", w)), "threads=1")
-    variables = rank_environment(int(threads.partition("=")[2]))
+    threads = [int(w[8:]) for w in command if re.fullmatch(r"threads=[1-9]\d{0,3}", w)]
+    variables = rank_environment(threads[-1] if threads else 1)
     os.environ.clear()
     os.environ.update(variables)
     with pumped_output():  # a reader that stalls must not stall the coordinator

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
+from lockstep.comm.host import is_loopback
 from lockstep.errors import EnvironError, alone
 
 LOOPBACK = "127.0.0.1"
@@ -33,14 +34,6 @@ _hosted: dict[int, TCPStore] = {}
 script's next training when this one ends the training before."""
 
 _GLOO_INTERFACE, _NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host's name or address says that only processes of the same host can reach it.
-
-    What a name is resolved to does not count: many hosts know themselves by a loopback address.
-    """
-    return host == "localhost" or host.startswith("127.")
 
 
 def host_store(port: int, timeout: timedelta) -> TCPStore:

@@ -298,6 +298,7 @@ def watch(fd: int, on_death: Callable[[], None]) -> None:
     def wait() -> None:
         if libc.pthread_mutex_lock(mutex) == _OWNER_DIED:
             on_death()
+        libc.pthread_mutex_unlock(mutex)  # before its memory goes
         memory.close()
 
     threading.Thread(target=wait, name="deaths", daemon=True).start()

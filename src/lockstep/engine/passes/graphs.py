@@ -6,9 +6,9 @@ from memory of its own, and leaves gradients and sums there; random numbers come
 is set before each replay. So it gives the bits that Python's launches give.
 
 What Python does beside is not done again. So a pass is captured only if it neither waits for the
-GPU nor draws on the host, and nothing is called in it or between steps that might change what it
-reads. A replay is compared to a computed pass, to the bit, when it is captured; and from then on in
-steps 1, 2, 4, 8, … and before checkpoints.
+GPU nor draws on the host, and nothing in it or between steps might change what it reads. A replay
+is compared to a computed pass, to the bit, when captured, and whenever a graph is used next after
+the steps 1, 2, 4, 8, … and those before foreseen checkpoints have begun.
 """
 
 from __future__ import annotations
@@ -130,15 +130,14 @@ def reason_against(
         return hooked
     if not config.precision.deterministic:
         return "precision.deterministic=false: a replay cannot be compared to the bit"
-    between: list[object] = [hook for hook in task_state.hooks if not hook.first_only]
+    between = [type(hook).__name__ for hook in task_state.hooks if not hook.first_only]
     kind = type(compute.task)
     if kind.after_step is not Task.after_step or kind.lr_factor is not Task.lr_factor:
-        between.append(compute.task)
-    names = [type(one).__name__ for one in between]
+        between.append(kind.__name__)
     if task_state.is_driven:
-        names.append("the body of the loop")
-    if names and config.compute.graphs == "auto":
-        return f"{names[0]} may change what the loss reads between steps"
+        between.append("the body of the loop")
+    if between and config.compute.graphs == "auto":
+        return f"{between[0]} may change what the loss reads between steps"
     return ""
 
 
@@ -229,8 +228,7 @@ class WholePasses:
         self._stands_on: list[object] = []
         self._num_seen: dict[Hashable, int] = {}
         self._graphs: dict[Hashable, _Graph | None] = {}
-        self._unchecked: set[Hashable] = set()  # graphs to be compared when they are used next
-        self.is_eager = False
+        self.is_eager, self._unchecked = False, set[Hashable]()
 
     def begin(self, step: int) -> None:
         """Before the passes of a step: forget graphs of other memory than there is now."""
@@ -262,8 +260,7 @@ class WholePasses:
         return made
 
     def _by_graph(self, capture: Capture, step: int, microbatch: int, batch: Any) -> Leaf | None:
-        leaves: list[Tensor] = []
-        key = _shapes(batch, leaves)
+        key = _shapes(batch, leaves := list[Tensor]())
         if not leaves:
             raise Refused("a batch holds no tensors")
         if key not in self._graphs:

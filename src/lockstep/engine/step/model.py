@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from lockstep.config import TrainConfig
 from lockstep.data.random import Stream, random_key, seed_all
+from lockstep.data.sampler import BatchLayout
 from lockstep.engine.audit.constants import Constants, check_aliases
 from lockstep.engine.audit.pass_state import PassState
 from lockstep.engine.flat_tensors import FlatTensors
@@ -86,6 +87,18 @@ class StepChecks:
     pass_state: PassState
     order_digest: Callable[[int], int]
     is_save_foreseen: Callable[[int], bool]
+
+
+def saves_foreseen(
+    config: TrainConfig, sampler: BatchLayout, total_steps: int
+) -> Callable[[int], bool]:
+    """Whether it is known beforehand that parameters may be saved after so many steps."""
+
+    def is_foreseen(count: int) -> bool:
+        is_due = any(sampler.is_due(count, n) for n in (config.checkpoint.every, config.eval_every))
+        return is_due or count in (total_steps, config.stop_at_step)
+
+    return is_foreseen
 
 
 class SlicedParameters:

@@ -60,8 +60,14 @@ def find_device(wanted: str, environment: Environment) -> torch.device:
     Raises:
         ConfigError: device=cuda, and there is no GPU for this rank.
     """
+    is_of_agent = environment.host_timeout_s > 0  # whose groups of ranks over NCCL nobody has tried
+    if is_of_agent and wanted == "cuda":
+        raise ConfigError(
+            "device='cuda': ranks of `lockstep agent` compute on CPUs; set device=cpu"
+        )
     count = torch.cuda.device_count()
-    if wanted == "cpu" or (wanted == "auto" and count < environment.local_world_size):
+    is_without = wanted == "auto" and count < environment.local_world_size
+    if wanted == "cpu" or is_of_agent or is_without:
         return torch.device("cpu")
     if environment.local_rank >= count:
         raise ConfigError(

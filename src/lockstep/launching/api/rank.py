@@ -338,7 +338,7 @@ def _assembled(
         except GroupBroken as loss:
             check_can_regroup(transport, loss)
             transport.regroup()
-            patience_s = TAKE_OVER_S
+            patience_s = TAKE_OVER_S if runtime.is_one_host else _LOST_HOST_S
 
 
 def _directory(task: Task, session: Session, transport: Transport) -> RunDirectory:

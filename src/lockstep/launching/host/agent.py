@@ -19,12 +19,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lockstep.comm.host import is_loopback
 from lockstep.comm.torchdist.supervision import FromRank, ToRank
-from lockstep.errors import EnvironError, LaunchError
+from lockstep.errors import EnvironError, LaunchError, RankFailure
 from lockstep.launching.host.coordinator import Coordinator, named, say
 from lockstep.launching.host.election import Election, Unreachable
 from lockstep.launching.host.group import KILLED, Order, Record
-from lockstep.launching.host.line import Line, Rendezvous, Terms, is_loopback
+from lockstep.launching.host.line import Line, Rendezvous, Terms
 from lockstep.launching.host.parent_watch import bound_to_parent
 from lockstep.launching.host.supervisor import (
     ADDRESS,
@@ -37,11 +38,8 @@ from lockstep.launching.host.supervisor import (
     Processes,
 )
 
-_COMMANDS = ("train", "resume", "comm-profile")
+_COMMANDS = ("train", "resume")
 """Subcommands that ranks can run."""
-
-GONE = 75
-"""The exit code of an agent that cannot go on where the run may be started again (EX_TEMPFAIL)."""
 
 _LEASE = 0.75
 """Share of the time after which a host is lost for which its agent trusts an answer."""
@@ -185,11 +183,11 @@ class Agent:
             is_gone = refused_at is not None and now > refused_at + self._terms.host_timeout_s
             if self._has_been_in and is_gone and self._election is None:
                 say("the coordinator has ended, and the run with it; start all agents again")
-                return GONE
+                return RankFailure.exit_code
             if now > began + self._patience_s:
                 if self._has_been_in:
                     say("no coordinator has come back; start all agents again")
-                    return GONE
+                    return RankFailure.exit_code
                 raise EnvironError(
                     f"--rendezvous {self._rendezvous.text}: nobody has answered there within "
                     f"{self._patience_s:g} s; start one agent on that host with the same "

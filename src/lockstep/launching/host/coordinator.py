@@ -19,13 +19,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from lockstep.comm.torchdist.supervision import FromRank
+from lockstep.errors import RankFailure
 from lockstep.launching.host.election import Election, Unreachable
 from lockstep.launching.host.group import KILLED, Order, Record
 from lockstep.launching.host.line import Line, Terms
@@ -36,7 +37,8 @@ _HELLO_S = 8.0
 _PART_S = 1.0
 _HOST_STORE = """
 import socket, sys
-del sys.path[0]  # the working directory, whose modules would hide others of their names
+if not sys.path[0]:  # the working directory, whose modules would hide others of their names
+    del sys.path[0]
 from lockstep.launching.host.supervisor import hosted_store
 store = hosted_store(socket.socket(fileno=int(sys.argv[1])))
 sys.stdin.read()
@@ -146,6 +148,7 @@ class Coordinator(Leader):
                 elif key.data in self._agents:
                     self._listen(key.data)
             self._drop_silent()
+            self._look_at_store()
             self._admit()
             self.look_at_clock()
             for agent in self._agents:
@@ -190,6 +193,12 @@ class Coordinator(Leader):
                 pass_fds=[fd],
                 start_new_session=True,
             )
+
+    def _look_at_store(self) -> None:
+        """End the run if nobody could meet after the next loss."""
+        if self._store is not None and self._store.poll() is not None:
+            say(f"the store has ended (exit code {self._store.returncode}); start all agents again")
+            self._ended = RankFailure.exit_code
 
     def _accept(self) -> None:
         try:
@@ -296,7 +305,7 @@ class Coordinator(Leader):
             return self._election.newest()[0] > 0 and self._election.ended() is None
         return True
 
-    def _take_over(self, agents: Iterable[_Agent]) -> None:
+    def _take_over(self, agents: Sequence[_Agent]) -> None:
         """Go on with the ranks that agents have under another coordinator."""
         assert self._election is not None
         self._has_begun = True
@@ -312,6 +321,14 @@ class Coordinator(Leader):
             self._places[record.slot] = record.place
         say(f"the coordinator is on {socket.gethostname()} now")
         self.carry_out(orders)
+        # Those that came with a host count too: never more than were asked for.
+        num_first = self._terms.hosts * self._terms.ranks
+        self._replacements = max(0, self._terms.replace - (self._group.num_slots - num_first))
+        for agent, record in [(a, r) for a in agents for r in a.records.values()]:
+            has_ended = record.exit_code is not None
+            if has_ended and self._replacements and self._group.is_replaceable(record.slot):
+                self._replacements -= 1
+                self._start(agent, [record.place])
 
     def _num_hosts(self) -> int:
         return sum(agent.is_in for agent in self._agents)
@@ -354,9 +371,9 @@ class Coordinator(Leader):
         """Tell all agents that the run has ended, and wait until they have heard it."""
         self._selector.unregister(self._listener)
         self._listener.close()
-        if self._election is not None and self._is_elected:
+        if self._election is not None and self._is_elected and self._ended is not None:
             with suppress(Unreachable):
-                self._election.end(self._ended or 0)
+                self._election.end(self._ended)
         if self._ended is not None:  # else another has been elected, or will be
             for agent in self._agents:
                 agent.line.send(end=self._ended)

@@ -100,7 +100,9 @@ class Record:
 
     def note_said(self, message: FromRank) -> None:
         """Take note of what it says; what is said of a generation that is lost counts no more."""
-        if message.say in ("meet", "leave", "abort"):
+        if message.say == "dying":
+            self.pending = None
+        elif message.say in ("meet", "leave", "abort"):
             self.pending = message
             self.has_left = self.has_left and message.say != "meet"
 
@@ -316,7 +318,7 @@ class Group:
             self._tell(self._members, ToRank(joiner=True))
         if member.phase == "out":  # the first training of a script, or one after another
             self._is_over = False
-        member.phase = "waiting"
+        member.phase, member.is_dying = "waiting", False  # who speaks has not ended
         self._form()
 
     def _dismiss(self) -> None:

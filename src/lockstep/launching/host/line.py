@@ -11,6 +11,7 @@ import socket
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lockstep.comm.host import is_loopback
 from lockstep.errors import LaunchError
 
 _MAX_BYTES = 1 << 20
@@ -30,11 +31,6 @@ class Line:
         self.connection = connection
         self._unsent = b""
         self._unread = b""
-
-    @property
-    def is_full(self) -> bool:
-        """Whether something waits to be sent."""
-        return bool(self._unsent)
 
     def send(self, **message: Any) -> None:
         """Send a message, now or by `flush`."""
@@ -167,8 +163,3 @@ def _address(text: str, place: str) -> tuple[str, int]:
             "a name or an IPv4 address that all hosts know"
         ) from None
     return str(found[0][4][0]), int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address or name says that only processes of the same host can reach it."""
-    return host == "localhost" or host.startswith("127.")

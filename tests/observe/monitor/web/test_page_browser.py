@@ -121,7 +121,7 @@ def test_each_part_shows_what_the_files_say(page, served, tmp_path):
     rebalanced = {"event": "Rebalanced", "microbatches": [4, 2], "slowest": 1, "slowdown": 2.0}
     later = [lost, recovered, rebalanced, saved, evaluated, warned]
     append(run, [{**row, "step": 20} for row in later])
-    manifest = {"files": {"model.safetensors": {"sha256": "cd" * 32}}}
+    manifest = {"files": {"model.safetensors": {"sha256": "cd" * 32, "bytes": 8}}}
     (run / "checkpoints" / "step_00000020").mkdir(parents=True)
     (run / "checkpoints" / "step_00000020" / "manifest.json").write_text(json.dumps(manifest))
     (run / "ranks.log").write_text("rank 1: first\nrank 2: second\n")

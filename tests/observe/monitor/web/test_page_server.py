@@ -21,11 +21,12 @@ from run_files import append, begin, done, finish, is_free
 from starlette.testclient import TestClient
 from tests.observe.reading.test_diagnosis import waiting_in
 
+from lockstep.comm.host import is_loopback
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.errors import ConfigError
 from lockstep.observe.monitor import watch, web
 from lockstep.observe.monitor.watch import Watch
-from lockstep.observe.monitor.web import is_loopback, serve, views
+from lockstep.observe.monitor.web import serve, views
 from lockstep.observe.monitor.web.application import Guard, application
 from lockstep.observe.monitor.web.hub import Hub
 from lockstep.observe.monitor.web.views import run_id
@@ -95,7 +96,7 @@ def test_digests_are_read_of_checkpoints_that_are_there_and_keep_nobody_waiting(
     append(runs / "one", [{**saved, "step": step} for step in range(1, 21)])
     folder = runs / "one" / "checkpoints" / "step_00000020"
     folder.mkdir(parents=True)
-    manifest = {"files": {"model.safetensors": {"sha256": "cd" * 32}}}
+    manifest = {"files": {"model.safetensors": {"sha256": "cd" * 32, "bytes": 8}}}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     (folder.parent / "step_00000019").mkdir()
     read, real = [], views.read_text

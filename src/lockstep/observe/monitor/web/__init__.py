@@ -5,7 +5,6 @@ It is served until a signal ends it.
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import secrets
 import socket
@@ -13,6 +12,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from types import FrameType
 
+from lockstep.comm.host import is_loopback
 from lockstep.errors import ConfigError
 from lockstep.observe.monitor.watch import Watch
 
@@ -23,14 +23,6 @@ _NEEDED = ("starlette", "uvicorn", "orjson")
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{1,256}")
 _SHUTDOWN_S = 2
 """Seconds that open requests have at the end."""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine can reach a server that listens on `host`."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def serve(

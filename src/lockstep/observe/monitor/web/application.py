@@ -21,9 +21,10 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response, S
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lockstep.comm.host import is_loopback
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.observe.monitor.watch import Watched
-from lockstep.observe.monitor.web import is_loopback, views
+from lockstep.observe.monitor.web import views
 from lockstep.observe.monitor.web.hub import Hub
 from lockstep.observe.reading.differences import config_differences
 from lockstep.observe.reading.listing import chosen

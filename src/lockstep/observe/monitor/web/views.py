@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -66,7 +66,7 @@ def in_list(summary: Summary) -> dict[str, Any]:
 
 
 def in_whole(
-    summary: Summary, run: LargeRun, digests: Mapping[int, str], calls: Calls
+    summary: Summary, run: LargeRun, digests: Mapping[int, ModelFiles], calls: Calls
 ) -> dict[str, Any]:
     """What the page of a run shows, but for curves, config and logs.
 
@@ -273,7 +273,7 @@ def _newest(history: History, kind: type[E]) -> Iterator[tuple[float, E]]:
     return reversed(found[-_MAX_ROWS:])
 
 
-def _checkpoints(history: History, digests: Mapping[int, str]) -> Iterator[dict[str, Any]]:
+def _checkpoints(history: History, digests: Mapping[int, ModelFiles]) -> Iterator[dict[str, Any]]:
     for time, event in _newest(history, events.Checkpointed):
         yield {
             "step": event.step,
@@ -281,7 +281,7 @@ def _checkpoints(history: History, digests: Mapping[int, str]) -> Iterator[dict[
             "num_bytes": event.num_bytes,
             "stall_s": as_json(event.stall_s),
             "write_s": as_json(event.write_s),
-            "sha256": digests.get(event.step, ""),
+            **digests.get(event.step, ModelFiles("", []))._asdict(),
         }
 
 
@@ -297,8 +297,20 @@ def _evaluations(history: History) -> Iterator[dict[str, Any]]:
         }
 
 
-def model_digests(run_dir: Path) -> dict[int, str]:
-    """The SHA-256 of the model in each of the newest checkpoints that exist, by step."""
+class ModelFiles(NamedTuple):
+    """The files with the model in a checkpoint.
+
+    Attributes:
+        sha256: one digest of all; empty if they are not known.
+        cut: size of each: digests of a model in other files say nothing of its bits.
+    """
+
+    sha256: str
+    cut: list[int]
+
+
+def model_digests(run_dir: Path) -> dict[int, ModelFiles]:
+    """The files with the model in each of the newest checkpoints that exist, by step."""
     try:
         checkpoints = folders(run_dir / "checkpoints")[:_MAX_ROWS]
     except OSError:
@@ -306,13 +318,15 @@ def model_digests(run_dir: Path) -> dict[int, str]:
     return {step_of(folder): _model_digest(folder) for folder in checkpoints}
 
 
-def _model_digest(folder: Path) -> str:
-    """The SHA-256 of the model in a checkpoint by its manifest; empty if that cannot be read."""
+def _model_digest(folder: Path) -> ModelFiles:
+    """The files with the model in a checkpoint by its manifest; none if that cannot be read."""
     try:
         manifest = parse_object(read_text(folder / "manifest.json"))
         files = manifest["files"]
-        digests = [str(files[name]["sha256"]) for name in files_with("model.safetensors", files)]
+        names = files_with("model.safetensors", files)
+        digests = [str(files[name]["sha256"]) for name in names]
         joined = hashlib.sha256("".join(digests).encode()).hexdigest() if digests else ""
-        return short(digests[0] if len(digests) == 1 else joined)
+        cut = [int(files[name]["bytes"]) for name in names]
+        return ModelFiles(short(digests[0] if len(digests) == 1 else joined), cut)
     except (OSError, ValueError, KeyError, TypeError):
-        return ""
+        return ModelFiles("", [])

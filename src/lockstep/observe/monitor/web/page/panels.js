@@ -78,26 +78,32 @@ export function evaluations(run) {
 
 /** Digests that ranks agreed on, and whether the other runs that are shown have the same. */
 export function bits({ run, others, twins }) {
-  const mine = new Map(run.checkpoints.filter((one) => one.sha256).map((one) => [one.step, one.sha256]));
+  const mine = saved(run);
   const digests = Object.entries(run.end?.digests ?? {});
   const lines = digests.map(([name, value]) => el("li", {}, `final ${name}: `, el("code", { class: "long" }, value)));
   if (digests.length) lines.push(el("li", {}, twins.length ? `${twins.length} other runs have these parameters: ${twins.slice(0, 8).join(", ")}` : "No other run in these folders has the same parameters."));
   const compared = others.map((other) => {
-    const theirs = new Map(other.checkpoints.filter((one) => one.sha256).map((one) => [one.step, one.sha256]));
-    const steps = [...mine.keys()].filter((step) => theirs.has(step)).sort((a, b) => a - b);
-    const parted = steps.find((step) => mine.get(step) !== theirs.get(step));
+    const theirs = saved(other);
+    // Files of other sizes hold other parts of the model, so their digests cannot be compared.
+    const steps = [...mine.keys()].filter((step) => String(theirs.get(step)?.cut) === String(mine.get(step).cut)).sort((a, b) => a - b);
+    const parted = steps.find((step) => mine.get(step).sha256 !== theirs.get(step).sha256);
     const final = run.sha256 && other.sha256 ? (run.sha256 === other.sha256 ? "the same" : "another one") : "not known of both";
-    const saved = !steps.length ? "no step is saved by both" : parted == null ? `the same in all ${steps.length} that both have` : `differ from step ${number(parted)} on`;
+    const bySteps = !steps.length ? "no step is saved by both" : parted == null ? `the same in all ${steps.length} that both have` : `differ from step ${number(parted)} on`;
     // Only runs of one config should be equal.
     const hashes = [run, other].map((one) => one.plan?.config_hash);
     const isAlike = Boolean(hashes[0]) && hashes[0] === hashes[1];
-    return [other.name, isAlike ? "the same" : "another one", verdict(final, isAlike), verdict(saved, isAlike)];
+    return [other.name, isAlike ? "the same" : "another one", verdict(final, isAlike), verdict(bySteps, isAlike)];
   });
   return [
     el("p", { class: "quiet" }, "Before a checkpoint all ranks compare their digests; one that differs ends the run."),
     lines.length ? el("ul", {}, lines) : el("p", {}, "There is no final digest yet."),
     compared.length ? table(["run", "config", "final parameters", "checkpoints"], compared) : el("p", { class: "quiet" }, "Choose other runs to compare with."),
   ];
+}
+
+/** Checkpoints whose models have known digests, by step. */
+function saved(run) {
+  return new Map(run.checkpoints.filter((one) => one.sha256).map((one) => [one.step, one]));
 }
 
 function verdict(text, isAlike) {
