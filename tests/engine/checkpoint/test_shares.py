@@ -175,8 +175,9 @@ def test_what_hooks_make_of_parameters_is_saved(tmp_path: Path) -> None:
         assert all(all(same) for same in on_ranks(size, body)), sharding
         found[sharding] = tensor_files(tmp_path / sharding / "checkpoints" / "step_00000001")
     assert found["optimizer"] == found["gradients"] == found["none"]
+    keys = {"task": task, "sharding": "parameters", "clip_norm": None}
     with pytest.raises(TaskError, match=r"gives something else for .*norm\.weight than the param"):
-        on_ranks(2, lambda t: Rank(t, tmp_path / "slices", task=task, sharding="parameters"))
+        on_ranks(2, lambda t: Rank(t, tmp_path / "slices", **keys))
 
 
 def test_ranks_that_do_not_see_the_folder_leave_all_to_rank_0(
