@@ -72,7 +72,9 @@ def table(folder: Path, _: Path) -> Made:
     def call(data: bytes) -> None:
         there = write(data)
         checkpoint.read(there)
-        fields = read_fields(rows, there / name, cuts(rows)[0])
+        fields = read_fields(
+            rows, there / name, cuts(rows)[0], checkpoint.read_manifest(there)["files"]
+        )
         assert {n: tuple(f.shape) for n, f in fields.items()} == {
             "weight": (40, 3), "mean": (40, 3), "square": (40, 1), "steps": (40, 1)
         }  # fmt: skip
