@@ -1,4 +1,4 @@
-"""The sinks of trackers: processes of their own, which training never waits for, and TensorBoard."""
+"""The sinks of trackers, in processes that training never waits for, and of TensorBoard."""
 
 from __future__ import annotations
 
