@@ -133,23 +133,23 @@ def lockstep(cluster: Cluster, folder: Path) -> Loss:
     argv = [sys.executable, "-m", "lockstep", "train", "slow.py:Slow", f"steps={STEPS}"]
     argv += [f"checkpoint.every={EVERY}", "-n", "2", "--launcher", "ray", "--run-dir", "run"]
 
-    def steps() -> list[dict[str, Any]]:
-        return [r for r in _rows(folder / "run" / "events.jsonl") if r["event"] == "StepDone"]
+    def rows(*kinds: str) -> list[dict[str, Any]]:
+        return [r for r in _rows(folder / "run" / "events.jsonl") if r["event"] in kinds]
 
-    def sizes() -> list[dict[str, Any]]:
-        return [r for r in _rows(folder / "run" / "events.jsonl") if r["event"] == "Recovered"]
+    def sizes() -> list[int]:
+        return [row["world_size"] for row in rows("Recovered")]
 
     with started(argv, folder, cluster.address):
-        wait_for(lambda: len(steps()) >= _BEFORE)
-        joined = [r for r in _rows(folder / "run" / "events.jsonl") if r["event"] == "Joined"]
-        pid = next(r["pid"] for r in joined if r["slot"] == 1)
+        wait_for(lambda: len(rows("StepDone")) >= _BEFORE)
+        pid = next(r["pid"] for r in rows("Joined") if r["slot"] == 1)
         lost_at = cluster.lose(int(variable(pid, "RAY_RAYLET_PID")))
-        wait_for(lambda: any(r["world_size"] == 2 for r in sizes()))
-        whole_at = next(r["time"] for r in sizes() if r["world_size"] == 2)
-        wait_for(lambda: steps()[-1]["time"] > whole_at)
-        # No step is done twice: what comes next is new.
-        resumed_s = next(r["time"] for r in steps() if r["time"] > lost_at) - lost_at
-    return Loss(resumed_s, resumed_s, 0, whole_at - lost_at)
+        wait_for(lambda: sizes() == [1, 2])
+        found = rows("StepDone", "Recovered")
+        alone, whole = (i for i, row in enumerate(found) if row["event"] == "Recovered")
+        before, after = found[alone - 1], found[alone + 1]
+    resumed_s = after["time"] - lost_at
+    lost_steps = before["step"] + 1 - after["step"]
+    return Loss(resumed_s, resumed_s, lost_steps, found[whole]["time"] - lost_at)
 
 
 def ray_train(cluster: Cluster, folder: Path) -> Loss:

@@ -33,7 +33,7 @@ OLDEST, BEFORE = (2, 40), (3,)
 
 _HOST_TIMEOUT_S = 5.0
 _CONNECT_S = 3.0
-_MEET_S = 6.0
+_MEET_S = 5.0
 _LOOK_S = 0.2
 _NOTICE_S = 5.0
 _NODE_GROUP = "ray.io/node-group"
