@@ -24,7 +24,12 @@ from lockstep.errors import LaunchError
 from lockstep.launching.host.processes import is_alive
 from lockstep.launching.job import ray_cluster
 from lockstep.launching.job.ray_cluster import check_ray, layout
-from lockstep.launching.start import RayCluster, check_ray_address
+from lockstep.launching.start import (
+    TRAIN_LAUNCHERS,
+    RayCluster,
+    check_ray_address,
+    choose_launcher,
+)
 from lockstep.observe import read_events
 
 STEPS = "steps=300"
@@ -86,6 +91,43 @@ def test_addresses_of_no_cluster_are_refused_at_once(monkeypatch):
             check_ray(address)
     with pytest.raises(LaunchError, match="--ray-address auto: belongs to --launcher ray"):
         check_ray_address("local", "auto")
+
+
+def test_commands_that_measure_this_host_do_not_take_ray():
+    assert choose_launcher("ray", 8, TRAIN_LAUNCHERS) == "ray"
+    with pytest.raises(LaunchError, match="--launcher ray: must be one of python, local, mpi"):
+        choose_launcher("ray", 8)
+
+
+BESIDE = """
+import os
+import torch, torch.distributed as dist
+import lockstep as ls
+from slow import Slow
+dist.init_process_group("gloo")
+for part in ("", "again"):
+    ls.train(Slow(), run_dir="run" + part, quiet=True, steps=20)
+own = torch.ones(1)
+dist.all_reduce(own)
+assert own.item() == 2
+os.environ["RANK"], os.environ["WORLD_SIZE"] = str(dist.get_rank() + 1), "3"
+try:
+    ls.train(Slow(), run_dir="more", quiet=True)
+except ls.LockstepError as error:
+    print(error)
+dist.destroy_process_group()
+"""
+
+
+def test_a_program_with_a_process_group_of_its_own_trains_beside_it(ranks, lockstep, tmp_path):
+    (tmp_path / "slow.py").write_text(TASK)
+    (tmp_path / "beside.py").write_text(BESIDE)
+    done = ranks("torchrun", 2, tmp_path / "beside.py")
+    assert done.returncode == 0, done.stderr
+    assert "torch.distributed was initialised as rank 0 of 2; set both" in done.stdout
+    assert lockstep("train", "slow.py:Slow", "steps=20", "--run-dir", "alone").returncode == 0
+    shas = {result(tmp_path / name)["params_sha256"] for name in ("alone", "run", "runagain")}
+    assert len(shas) == 1
 
 
 @pytest.fixture(scope="module")

@@ -38,12 +38,15 @@ from lockstep.launching.warm.proxy import through_proxy
 from lockstep.observe import Sinks, event_from_row, view
 from lockstep.observe.text import count
 
-LAUNCHERS = ("python", "local", "mpi", "torchrun", "ray")
+LAUNCHERS = ("python", "local", "mpi", "torchrun")
+"""Of ranks on this host."""
+TRAIN_LAUNCHERS = (*LAUNCHERS, "ray")
+"""Of ranks that train a target."""
 
 _MOST_DELAY_S = 60.0
 
 
-def choose_launcher(launcher: str | None, num_ranks: int) -> str:
+def choose_launcher(launcher: str | None, num_ranks: int, known: Sequence[str] = LAUNCHERS) -> str:
     """The launcher for this many ranks: the given one, or MPI on CPUs and torchrun on GPUs.
 
     Raises:
@@ -55,8 +58,8 @@ def choose_launcher(launcher: str | None, num_ranks: int) -> str:
         if num_ranks == 1:
             return "python"
         return "torchrun" if torch.cuda.device_count() >= num_ranks else "mpi"
-    if launcher not in LAUNCHERS:
-        raise LaunchError(f"--launcher {launcher}: must be one of {', '.join(LAUNCHERS)}")
+    if launcher not in known:
+        raise LaunchError(f"--launcher {launcher}: must be one of {', '.join(known)}")
     if launcher == "python" and num_ranks > 1:
         raise LaunchError(f"--launcher python: starts one rank, not {num_ranks}; use mpi")
     return launcher

@@ -9,7 +9,6 @@ import typer
 
 from lockstep.cli.options import (
     Checkpoint,
-    LauncherOption,
     Overrides,
     PerRank,
     Profile,
@@ -220,7 +219,7 @@ def sweep(
         typer.Option("-j", "--jobs", help="Runs at a time; 1, or with --slurm as many as can."),
     ] = None,
     ranks: Ranks = None,
-    launcher: LauncherOption = None,
+    launcher: TrainLauncher = None,
     metric: Annotated[
         str | None,
         typer.Option("--metric", help="Sort by this, downwards behind a -; `watch` if left out."),

@@ -20,6 +20,7 @@ from lockstep.launching.host.output_pump import pumped_output
 from lockstep.launching.job.commands import RankCommand
 from lockstep.launching.rank.environment import detect
 from lockstep.launching.start import (
+    TRAIN_LAUNCHERS,
     RayCluster,
     check_ray_address,
     check_replacements,
@@ -90,7 +91,7 @@ def train(
         return _train_here(target, overrides, session, config_file)
 
     num_ranks = 1 if ranks is None else ranks
-    chosen = choose_launcher(launcher, num_ranks)
+    chosen = choose_launcher(launcher, num_ranks, TRAIN_LAUNCHERS)
     check_replacements(chosen, replacements)
     check_ray_address(chosen, ray_address)
     where = absolute(target)
