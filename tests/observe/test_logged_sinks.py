@@ -30,7 +30,7 @@ from lockstep.observe import EventHub, Sinks, event_from_row, read_events
 from lockstep.observe.storing.files import Pictures
 from lockstep.observe.storing.jsonl import EventsJsonl
 from lockstep.observe.storing.metrics_csv import MetricsCsv
-from lockstep.observe.storing.tensorboard import TensorBoard
+from lockstep.observe.trackers.tracker_sink import TensorBoard
 
 
 def events_of(step: int, **values: Any) -> list[Event]:

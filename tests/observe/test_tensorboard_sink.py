@@ -11,7 +11,7 @@ from sample_events import Recorder, evaluated, finished, full_disk, run_started,
 from lockstep.engine.events import Warned
 from lockstep.errors import ConfigError, RunDirectoryError
 from lockstep.observe import Sinks, open_sinks
-from lockstep.observe.storing.tensorboard import TensorBoard
+from lockstep.observe.trackers.tracker_sink import TensorBoard
 
 
 def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:

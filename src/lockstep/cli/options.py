@@ -145,6 +145,16 @@ LauncherOption = Annotated[
     str | None,
     typer.Option("--launcher", help="python, mpi, local or torchrun; chosen if left out."),
 ]
+TrainLauncher = Annotated[
+    str | None,
+    typer.Option("--launcher", help="python, mpi, local, torchrun or ray; chosen if left out."),
+]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--ray-address", metavar="HOST:PORT", help="Ray's cluster, or auto: that of this host."
+    ),
+]
 Replace = Annotated[
     int,
     typer.Option(

@@ -32,7 +32,13 @@ from lockstep.launching.job.ending import Ended
 from lockstep.launching.rank.early import INTERRUPTED
 from lockstep.launching.rank.environment import Environment, detect
 from lockstep.launching.remote import carried
-from lockstep.launching.start import rank_command, start_shown
+from lockstep.launching.start import (
+    RayCluster,
+    check_ray_address,
+    rank_command,
+    ray_command,
+    start_shown,
+)
 from lockstep.launching.transfer import copied, target_of
 from lockstep.launching.warm.proxy import through_proxy
 from lockstep.launching.warm.starting import new_server
@@ -53,12 +59,13 @@ def launch(
     num_ranks: int,
     run_dir: str | Path | None = None,
     resume: bool = False,
-    launcher: Literal["local", "mpi"] | None = None,
+    launcher: Literal["local", "mpi", "ray"] | None = None,
     replacements: int = 0,
     quiet: bool = False,
+    ray_address: str | None = None,
     **keys: Any,
 ) -> Result:
-    """Train a task on ranks that are started for it on this host.
+    """Train a task on ranks that are started for it, on this host or on a Ray cluster.
 
     The run directory, and the bits of the result, are those of `lockstep train`. Ctrl-C, and the
     interruption of a notebook's cell, stop the run at the next step boundary with a checkpoint; a
@@ -74,9 +81,11 @@ def launch(
         num_ranks: number of ranks to start.
         run_dir: where files go; a new folder below `runs/` by default.
         resume: whether to go on from the newest valid checkpoint in `run_dir`.
-        launcher: `local` (gloo or NCCL, under Lockstep's own supervisor; the default) or `mpi`.
+        launcher: `local` (gloo or NCCL, under Lockstep's own supervisor; the default), `mpi` or
+            `ray`.
         replacements: greatest number of processes to start in the place of killed ranks.
         quiet: whether to show warnings and how the run ended only, rather than progress.
+        ray_address: of the Ray cluster, as `HOST:PORT`; by default that of this host.
         keys: values for keys of the config, such as `batch_size=64, epochs=5`.
 
     Returns:
@@ -90,11 +99,12 @@ def launch(
         KeyboardInterrupt: Ctrl-C came before there was anything to save, or a second time.
     """
     chosen = _check(num_ranks, launcher, replacements)
+    check_ray_address(chosen, ray_address)
     config = config_of(task, config, keys, "launch")
     check_names_run(run_dir, resume)
     wanted = Session(str(run_dir) if run_dir else None, resume, console=False, quiet=quiet)
     with carried(wanted) as session:
-        return _launch(task, config, num_ranks, session, chosen, replacements)
+        return _launch(task, config, num_ranks, session, chosen, replacements, ray_address)
 
 
 def _launch(
@@ -104,6 +114,7 @@ def _launch(
     session: Session,
     chosen: str,
     replacements: int,
+    ray_address: str | None,
 ) -> Result:
     config = settled(config, session.resumed)
     task = with_config(task, config)
@@ -128,19 +139,23 @@ def _launch(
     with ExitStack() as stack:
         kept = stack.enter_context(kept_if_refused(directory.path))
         server = stack.enter_context(new_server(chosen, config.threads))
+        cluster = RayCluster.of(ray_address, config)
         if target:
             arguments = ["--config", str((directory.path / "config.yaml").resolve())]
             if config.stop_at_step is not None:  # it belongs to a session, so is not in the file
                 arguments.append(f"stop_at_step={config.stop_at_step}")
             command = rank_command(
-                chosen, num_ranks, target, arguments, replacements, server, config.hang_timeout_s
-            )
+                chosen, num_ranks, target, arguments, replacements, server, config.hang_timeout_s,
+                cluster,
+            )  # fmt: skip
         else:
             fd = stack.enter_context(copied(task, config))
-            argv = [sys.executable, "-m", "lockstep.launching.transfer", str(fd)]
-            command = local_command(
-                num_ranks, through_proxy(argv, server), replacements, (fd,), server
-            )
+            argv = [sys.executable, "-m", "lockstep.launching.transfer"]
+            if chosen == "ray":
+                command = ray_command(num_ranks, argv, cluster, replacements, (fd,))
+            else:
+                argv = through_proxy([*argv, str(fd)], server)
+                command = local_command(num_ranks, argv, replacements, (fd,), server)
         # Here, so that its errors come before any rank starts.
         claim(directory, task, config, session)
         directory.close()
@@ -164,8 +179,9 @@ def _check(num_ranks: int, launcher: str | None, replacements: int) -> str:
     for name, value, least in (("num_ranks", num_ranks, 1), ("replacements", replacements, 0)):
         if type(value) is not int or value < least:
             raise LaunchError(f"{name}={shown(value)}: must be an integer of at least {least}")
-    if launcher is not None and launcher not in SURVIVABLE:
-        raise LaunchError(f"launcher={shown(launcher)}: must be one of {', '.join(SURVIVABLE)}")
+    known = (*SURVIVABLE, "ray")
+    if launcher is not None and launcher not in known:
+        raise LaunchError(f"launcher={shown(launcher)}: must be one of {', '.join(known)}")
     return launcher or "local"
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lockstep.config import TrainConfig
 from lockstep.engine.recovery import SURVIVABLE
 from lockstep.errors import LaunchError
 from lockstep.launching.api import Session
@@ -28,18 +30,23 @@ from lockstep.launching.job.commands import (
     torchrun_command,
 )
 from lockstep.launching.job.ending import Ended, how_ended
+from lockstep.launching.job.ray_cluster import Request, check_ray
 from lockstep.launching.job.run import run_ranks
+from lockstep.launching.rank.process import STOP_FILE, stop_signals
 from lockstep.launching.targets import is_script, script_path
 from lockstep.launching.warm.proxy import through_proxy
 from lockstep.observe import Sinks, event_from_row, view
 from lockstep.observe.text import count
 
 LAUNCHERS = ("python", "local", "mpi", "torchrun")
+"""Of ranks on this host."""
+TRAIN_LAUNCHERS = (*LAUNCHERS, "ray")
+"""Of ranks that train a target."""
 
 _MOST_DELAY_S = 60.0
 
 
-def choose_launcher(launcher: str | None, num_ranks: int) -> str:
+def choose_launcher(launcher: str | None, num_ranks: int, known: Sequence[str] = LAUNCHERS) -> str:
     """The launcher for this many ranks: the given one, or MPI on CPUs and torchrun on GPUs.
 
     Raises:
@@ -51,8 +58,8 @@ def choose_launcher(launcher: str | None, num_ranks: int) -> str:
         if num_ranks == 1:
             return "python"
         return "torchrun" if torch.cuda.device_count() >= num_ranks else "mpi"
-    if launcher not in LAUNCHERS:
-        raise LaunchError(f"--launcher {launcher}: must be one of {', '.join(LAUNCHERS)}")
+    if launcher not in known:
+        raise LaunchError(f"--launcher {launcher}: must be one of {', '.join(known)}")
     if launcher == "python" and num_ranks > 1:
         raise LaunchError(f"--launcher python: starts one rank, not {num_ranks}; use mpi")
     return launcher
@@ -64,11 +71,77 @@ def check_replacements(launcher: str, replacements: int) -> None:
     Raises:
         LaunchError: `replacements` is not 0, and this launcher cannot replace ranks.
     """
-    if replacements and launcher not in SURVIVABLE:
+    if replacements and launcher not in (*SURVIVABLE, "ray"):
         raise LaunchError(
             f"--replace {replacements}: the launcher {launcher} cannot replace ranks; use "
             "-n N --launcher mpi or local"
         )
+
+
+def check_ray_address(launcher: str, address: str | None) -> None:
+    """Refuse the address of a Ray cluster under another launcher.
+
+    Raises:
+        LaunchError: there is one.
+    """
+    if address is not None and launcher != "ray":
+        raise LaunchError(f"--ray-address {address}: belongs to --launcher ray; add that")
+
+
+@dataclass(frozen=True)
+class RayCluster:
+    """Where ranks are started on Ray.
+
+    Attributes:
+        address: of the cluster, `HOST:PORT` or `auto`; None for that of `RAY_ADDRESS`, or `auto`.
+        threads: number of threads of each rank, which has so many of Ray's CPUs.
+        gpus: number of GPUs of each rank.
+    """
+
+    address: str | None = None
+    threads: int = 1
+    gpus: int = 0
+
+    @classmethod
+    def of(cls, address: str | None, config: TrainConfig) -> RayCluster:
+        """What the ranks of a config need; they have GPUs if `device` asks for them."""
+        return cls(address, config.threads, int(config.device.startswith("cuda")))
+
+    @classmethod
+    def of_script(cls, address: str | None, overrides: Sequence[str]) -> RayCluster:
+        """The same for a script, by what `key=value` items say of its config."""
+        given = dict(item.split("=", 1) for item in overrides if "=" in item)
+        threads = given.get("threads", "")
+        gpus = int(given.get("device", "").startswith("cuda"))
+        return cls(address, int(threads) if re.fullmatch(r"[1-9]\d{0,3}", threads) else 1, gpus)
+
+
+def ray_command(
+    num_ranks: int,
+    argv: Sequence[str],
+    cluster: RayCluster,
+    replacements: int = 0,
+    fds: tuple[int, ...] = (),
+) -> RankCommand:
+    """Run `argv` on several ranks of a Ray cluster.
+
+    Args:
+        num_ranks: number of ranks to start.
+        argv: this interpreter, and its arguments in each rank.
+        cluster: where to start them.
+        replacements: greatest number of processes to start in the place of killed ones.
+        fds: file descriptor of a copy of a task, if there is one.
+
+    Raises:
+        LaunchError: Ray is not there, or no cluster answers.
+    """
+    address = cluster.address or os.environ.get("RAY_ADDRESS") or "auto"
+    check_ray(address)
+    request = Request(
+        address, num_ranks, replacements, cluster.threads, cluster.gpus, tuple(argv[1:]),
+        STOP_FILE, stop_signals(), *fds,
+    )  # fmt: skip
+    return RankCommand(tuple(request.argv), num_ranks, "ray", forwards_signals=True, fds=fds)
 
 
 def rank_command(
@@ -79,6 +152,7 @@ def rank_command(
     replacements: int = 0,
     server: str = "",
     silence_s: float = SILENCE_S,
+    cluster: RayCluster | None = None,
 ) -> RankCommand:
     """The command that starts ranks which train a target; a script gets no arguments.
 
@@ -90,11 +164,14 @@ def rank_command(
         replacements: greatest number of processes to start in the place of killed ranks.
         server: name of the warm server that forks the ranks; empty if there is none.
         silence_s: seconds after which a host that does not answer is lost; 0 for mpirun's own.
+        cluster: where the launcher `ray` starts them.
     """
     if is_script(target):
         argv = [sys.executable, str(script_path(target))]
     else:
         argv = [sys.executable, "-m", "lockstep", "train", target, *arguments]
+    if launcher == "ray":
+        return ray_command(num_ranks, argv, cluster or RayCluster(), replacements)
     return launcher_command(launcher, num_ranks, argv, replacements, server, silence_s)
 
 

@@ -31,8 +31,7 @@ from lockstep.observe.storing.files import Pictures
 from lockstep.observe.storing.jsonl import EventsJsonl, event_from_row, read_events
 from lockstep.observe.storing.metrics_csv import MetricsCsv
 from lockstep.observe.storing.result import ResultJson, read_result
-from lockstep.observe.storing.tensorboard import TensorBoard
-from lockstep.observe.trackers.tracker_sink import TrackerSink
+from lockstep.observe.trackers.tracker_sink import TensorBoard, TrackerSink
 
 __all__ = [
     "EventHub", "Measured", "Predicted", "Sinks", "StepCost", "event_from_row", "open_sinks",

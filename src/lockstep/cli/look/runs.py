@@ -51,7 +51,7 @@ def list_runs(
     A key is a field (name, task, state, step, ranks, seconds, tags, sha256, …), a metric such as
     val/loss, or a key of the config.
     """
-    from lockstep.cli.look.run_tables import as_rows, print_table
+    from lockstep.cli.look.report import as_rows, print_table
     from lockstep.launching.remote import local_runs
     from lockstep.launching.remote_directory import url_of
     from lockstep.observe.reading.listing import chosen, find_runs, summarise
@@ -75,7 +75,7 @@ def compare(
 
     Exits with 1 if two runs of one config part.
     """
-    from lockstep.cli.look.run_tables import compared
+    from lockstep.cli.look.report import compared
     from lockstep.launching.remote import local_copy
     from lockstep.observe.text import printable
 

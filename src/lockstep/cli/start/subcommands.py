@@ -9,16 +9,17 @@ import typer
 
 from lockstep.cli.options import (
     Checkpoint,
-    LauncherOption,
     Overrides,
     PerRank,
     Profile,
     ProfileSteps,
     Quiet,
     Ranks,
+    RayAddress,
     Replace,
     RunDir,
     Target,
+    TrainLauncher,
     Verbose,
     importing,
     leave,
@@ -65,7 +66,8 @@ def train(
     target: Target,
     overrides: Overrides = None,
     ranks: Ranks = None,
-    launcher: LauncherOption = None,
+    launcher: TrainLauncher = None,
+    ray_address: RayAddress = None,
     run_dir: RunDir = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where the run ended.")] = False,
     config: Annotated[Path | None, typer.Option("--config", help="A YAML config file.")] = None,
@@ -111,6 +113,7 @@ def train(
             ranks=ranks,
             launcher=launcher,
             replacements=replace,
+            ray_address=ray_address,
         )
     leave(code)
 
@@ -119,7 +122,8 @@ def resume(
     run_dir: Annotated[Path, typer.Argument(help="The directory of the run.")],
     overrides: Overrides = None,
     ranks: Ranks = None,
-    launcher: LauncherOption = None,
+    launcher: TrainLauncher = None,
+    ray_address: RayAddress = None,
     replace: Replace = 0,
     quiet: Quiet = False,
     per_rank: PerRank = False,
@@ -148,6 +152,7 @@ def resume(
             ranks=ranks,
             launcher=launcher,
             replacements=replace,
+            ray_address=ray_address,
         )
     leave(code)
 
@@ -214,7 +219,7 @@ def sweep(
         typer.Option("-j", "--jobs", help="Runs at a time; 1, or with --slurm as many as can."),
     ] = None,
     ranks: Ranks = None,
-    launcher: LauncherOption = None,
+    launcher: TrainLauncher = None,
     metric: Annotated[
         str | None,
         typer.Option("--metric", help="Sort by this, downwards behind a -; `watch` if left out."),

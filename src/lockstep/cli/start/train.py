@@ -19,7 +19,15 @@ from lockstep.launching.api import Session, claim, leave, new_run_dir, predicted
 from lockstep.launching.host.output_pump import pumped_output
 from lockstep.launching.job.commands import RankCommand
 from lockstep.launching.rank.environment import detect
-from lockstep.launching.start import check_replacements, choose_launcher, rank_command, start_shown
+from lockstep.launching.start import (
+    TRAIN_LAUNCHERS,
+    RayCluster,
+    check_ray_address,
+    check_replacements,
+    choose_launcher,
+    rank_command,
+    start_shown,
+)
 from lockstep.launching.targets import (
     absolute,
     completed_items,
@@ -43,6 +51,7 @@ def train(
     ranks: int | None,
     launcher: str | None,
     replacements: int,
+    ray_address: str | None = None,
 ) -> int:
     """Train a target in this process, if that is a rank or the only process; otherwise start ranks.
 
@@ -54,6 +63,7 @@ def train(
         ranks: number of ranks to start; None for one, or where this process is a rank.
         launcher: name of the launcher; None chooses one.
         replacements: greatest number of processes to start in the place of killed ranks.
+        ray_address: of the Ray cluster, for the launcher `ray`.
 
     Returns:
         The exit code.
@@ -81,8 +91,9 @@ def train(
         return _train_here(target, overrides, session, config_file)
 
     num_ranks = 1 if ranks is None else ranks
-    chosen = choose_launcher(launcher, num_ranks)
+    chosen = choose_launcher(launcher, num_ranks, TRAIN_LAUNCHERS)
     check_replacements(chosen, replacements)
+    check_ray_address(chosen, ray_address)
     where = absolute(target)
     session = replace(session, target=where)
     if is_script(target) and config_file is not None:
@@ -99,7 +110,9 @@ def train(
             path = session.run_dir or new_run_dir(Path(target).stem)
             session = replace(session, run_dir=str(path), overrides=tuple(overrides))
             with kept_if_refused(Path(path)) as kept:
-                return _start(start((), replacements), session, 1, kept)
+                cluster = RayCluster.of_script(ray_address, overrides)
+                command = start((), replacements, cluster=cluster)
+                return _start(command, session, 1, kept)
         kind, config = configured(target, overrides, config_file, session.resumed)
         task = make_task(kind, config)
         predicted(config, num_ranks)  # here, so that an unusable plan fails before ranks start
@@ -109,7 +122,8 @@ def train(
         arguments = [*overrides, *items(config.weights_from), *completed_items(config)]
         if config_file:
             arguments += ["--config", str(config_file.resolve())]
-        command = start(arguments, replacements, silence_s=config.hang_timeout_s)
+        cluster = RayCluster.of(ray_address, config)
+        command = start(arguments, replacements, silence_s=config.hang_timeout_s, cluster=cluster)
         command = replace(command, start_timeout_s=config.start_timeout_s)
         with kept_if_refused(directory.path) as kept:
             claim(directory, task, config, session)  # here, so that it fails before ranks start
@@ -124,6 +138,7 @@ def resume(
     ranks: int | None,
     launcher: str | None,
     replacements: int,
+    ray_address: str | None = None,
 ) -> int:
     """Resume the run in a directory; overrides may change only keys that cannot change the result.
 
@@ -133,6 +148,7 @@ def resume(
         ranks: number of ranks to start; None for one.
         launcher: name of the launcher; None chooses one.
         replacements: greatest number of processes to start in the place of killed ranks.
+        ray_address: of the Ray cluster, for the launcher `ray`.
 
     Returns:
         The exit code.
@@ -154,6 +170,7 @@ def resume(
         ranks=ranks,
         launcher=launcher,
         replacements=replacements,
+        ray_address=ray_address,
     )
 
 

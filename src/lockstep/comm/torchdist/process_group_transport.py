@@ -15,6 +15,7 @@ from lockstep.comm.ahead import AheadTransport
 from lockstep.comm.calls import CallGroup
 from lockstep.comm.torchdist.store import check_interfaces, meet_at
 from lockstep.comm.transport import Sending, Transport, collective, count_broadcast, offsets
+from lockstep.errors import EnvironError, alone
 
 _NUM_TAGS = 1 << 20
 """Of what `start` begins; messages of `send` have another one, 0."""
@@ -191,7 +192,11 @@ class Subgroup(GroupTransport):
 
 
 class ProcessGroupTransport(GroupTransport):
-    """The default process group, made here and destroyed by `close`."""
+    """The default process group, made here and destroyed by `close`.
+
+    Where the program has one already, as Ray Train's workers do, this is another group of the same
+    ranks, with the engine's own timeout.
+    """
 
     def __init__(
         self,
@@ -215,38 +220,62 @@ class ProcessGroupTransport(GroupTransport):
             start_timeout_s: seconds to wait until rank 0 is there, if not `timeout_s`.
         """
         super().__init__(backend, device)
-        host, port = store_address
         self.rank = rank
         self.size = size
-        timeout = timedelta(seconds=timeout_s)
-        first = timeout if start_timeout_s is None else timedelta(seconds=start_timeout_s)
+        self._timeout_s = timeout_s
         if backend == "gloo":
             check_interfaces()
-        store = meet_at(host, port, rank, size, first)
+        self._is_default = not dist.is_initialized()
+        if self._is_default:
+            self._meet(*store_address, start_timeout_s)
+            self.group = dist.group.WORLD
+        else:
+            self.group = self._beside_default()
+        self.call_group = self.call_ring.start(rank, size)
+
+    def _meet(self, host: str, port: int, start_timeout_s: float | None) -> None:
+        """Make the default group."""
+        timeout = timedelta(seconds=self._timeout_s)
+        first = timeout if start_timeout_s is None else timedelta(seconds=start_timeout_s)
+        store = meet_at(host, port, self.rank, self.size, first)
         store.set_timeout(timeout)
         # A script may train twice: the second group must not meet the keys of the first.
-        number = store.add(f"lockstep/groups/{rank}", 1)
+        number = store.add(f"lockstep/groups/{self.rank}", 1)
         dist.init_process_group(
-            backend,
+            self.name,
             store=PrefixStore(f"lockstep/{number}", store),
-            rank=rank,
-            world_size=size,
+            rank=self.rank,
+            world_size=self.size,
             timeout=timeout,
         )
-        self.group = dist.group.WORLD
-        self._timeout_s = timeout_s
-        self.call_group = self.call_ring.start(rank, size)
+
+    def _beside_default(self) -> Any:
+        """A group of the ranks of the default one, which the program has made.
+
+        Raises:
+            EnvironError: those are not the ranks that the environment variables say.
+        """
+        there = dist.get_rank(), dist.get_world_size()
+        if there != (self.rank, self.size):
+            raise alone(
+                EnvironError(
+                    f"RANK={self.rank}, WORLD_SIZE={self.size}: torch.distributed was initialised "
+                    f"as rank {there[0]} of {there[1]}; set both to the same, or destroy its group"
+                )
+            )
+        return dist.new_group(backend=self.name, timeout=timedelta(seconds=self._timeout_s))
 
     @collective
     def barrier(self) -> None:
         """See `Transport.barrier`."""
         self.traffic.add(0, 0)
-        dist.barrier()
+        dist.barrier(self.group)
 
     @collective
     def subgroup(self, groups: Sequence[Sequence[int]]) -> Transport:
         """See `Transport.subgroup`."""
-        made = [dist.new_group(list(ranks)) for ranks in groups]
+        timeout = timedelta(seconds=self._timeout_s)
+        made = [dist.new_group(list(r), timeout=timeout, backend=self.name) for r in groups]
         number = next(n for n, ranks in enumerate(groups) if self.rank in ranks)
         ranks = groups[number]
         calls = self.call_ring.subgroup(ranks)
@@ -258,8 +287,8 @@ class ProcessGroupTransport(GroupTransport):
 
     def close(self) -> None:
         """Destroy the group: gloo's threads can crash a process that exits without that."""
-        self.group = None
-        dist.destroy_process_group()
+        group, self.group = self.group, None
+        dist.destroy_process_group(None if self._is_default else group)
 
 
 def _in_a_row(tensor: Tensor, counts: Sequence[int], starts: Sequence[int]) -> Tensor:

@@ -40,7 +40,7 @@ from lockstep.engine.task import Task, with_watched_config
 from lockstep.errors import LockstepError, RankFailure, shortened
 from lockstep.launching.api.device import naming_kernels, on_device
 from lockstep.launching.api.prediction import predicted_for_all, predicted_for_joiner
-from lockstep.launching.api.session import SESSION, Result, Session, Stopped
+from lockstep.launching.api.session import SESSION, Result, Session, Stopped, own_script
 from lockstep.launching.host.output_pump import pumped_output
 from lockstep.launching.host.parent_watch import end_with_launcher
 from lockstep.launching.host.processes import MARK
@@ -155,7 +155,7 @@ def _steps(
     directory = _directory(task, session, transport)
     path = directory.path
     if session.target is None:
-        session = replace(session, target=_script())
+        session = replace(session, target=own_script())
     heartbeat = Heartbeat()
     transport.observer = heartbeat
     with ExitStack() as stack:
@@ -390,12 +390,6 @@ def _failed(error: BaseException) -> Failed:
         message=shortened(message) or type(error).__name__,
         exit_code=error.exit_code if isinstance(error, LockstepError) else 1,
     )
-
-
-def _script() -> str:
-    """The script this process runs; empty in a notebook, for standard input, and for `-c`."""
-    path = getattr(sys.modules["__main__"], "__file__", None)
-    return str(Path(path).resolve()) if path and Path(path).is_file() else ""
 
 
 def _watched_name(environment: Environment) -> str:

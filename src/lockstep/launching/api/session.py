@@ -152,3 +152,10 @@ class Stopped(LockstepError):
         )
         self.result = result
         self.exit_code = exit_code
+
+
+def own_script() -> str:
+    """The script this process runs; empty in a notebook, Ray's workers, and for `-c`."""
+    path = getattr(sys.modules["__main__"], "__file__", None) or ""
+    is_own = Path(path).is_file() and not path.endswith("ray/_private/workers/default_worker.py")
+    return str(Path(path).resolve()) if is_own else ""

@@ -25,7 +25,7 @@ from lockstep.errors import EnvironError, LaunchError, RankFailure
 from lockstep.launching.host.coordinator import Coordinator, named, say
 from lockstep.launching.host.election import Election, Unreachable
 from lockstep.launching.host.group import KILLED, Order, Record
-from lockstep.launching.host.line import Line, Rendezvous, Terms
+from lockstep.launching.host.line import Line, Output, Rendezvous, Terms
 from lockstep.launching.host.parent_watch import bound_to_parent
 from lockstep.launching.host.supervisor import (
     ADDRESS,
@@ -87,13 +87,23 @@ class Agent:
         terms: what they have to agree on.
         argv: program and arguments of each rank.
         patience_s: seconds to wait for the coordinator, at the start and after a loss.
+        is_led: whether the coordinator is in another program, which gets what the ranks print.
+        fds: file descriptors of this process that all ranks inherit.
     """
 
     def __init__(
-        self, rendezvous: Rendezvous, terms: Terms, argv: Sequence[str], patience_s: float
+        self,
+        rendezvous: Rendezvous,
+        terms: Terms,
+        argv: Sequence[str],
+        patience_s: float,
+        is_led: bool = False,
+        fds: Sequence[int] = (),
     ) -> None:
         self._rendezvous, self._terms, self._patience_s = rendezvous, terms, patience_s
-        self._processes = Processes(argv, has_terminal=True)
+        self._output = Output() if is_led else None
+        streams = None if self._output is None else self._output.writers
+        self._processes = Processes(argv, fds, has_terminal=True, streams=streams)
         self._records: dict[int, Record] = {}
         self._id = uuid.uuid4().hex
         self._election: Election | None = None
@@ -107,7 +117,7 @@ class Agent:
         self._answered_at = self._beat_at = 0.0
         if rendezvous.servers:
             self._election = self._new_election()
-        else:
+        elif not is_led:
             if terms.hosts > 1 and is_loopback(rendezvous.host) and not rendezvous.is_loopback:
                 raise LaunchError(
                     f"--rendezvous {rendezvous.text}: {socket.gethostname()} knows this name as "
@@ -282,8 +292,17 @@ class Agent:
             messages, is_over = line.read()
 
     def _listen(self, line: Line | None, patience_s: float) -> None:
-        """Remember what ranks say and that they end, and pass it on."""
-        for slot, said in self._processes.wait(patience_s):
+        """Remember what ranks say and that they end, and pass it on, after what they print."""
+        reports = self._processes.wait(patience_s)
+        if self._output is not None:
+            has_room = line is None or not line.is_full  # else ranks that print wait
+            if has_room or reports:
+                self._output.carry(line)
+            for reader in self._output.readers:
+                self._processes.forget(reader)
+                if has_room:
+                    self._processes.watch(reader)
+        for slot, said in reports:
             record = self._records[slot]
             if isinstance(said, FromRank):
                 record.note_said(said)

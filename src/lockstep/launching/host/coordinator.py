@@ -75,7 +75,7 @@ class Coordinator(Leader):
     Args:
         listener: socket that listens at the rendezvous address.
         terms: what the agents have to agree on.
-        own: the `id` of the agent of this process, whose ranks get the first slots.
+        own: the `id` of the agent of this process, whose ranks get the first slots; empty for none.
         election: that this coordinator has won, and may lose; None where there are none.
     """
 
@@ -241,11 +241,11 @@ class Coordinator(Leader):
             self.handle((message["slot"], int(message["code"])))
             agent.slots.discard(message["slot"])
 
-    def _stop(self, agent: _Agent, signum: int) -> None:
-        """Handle a signal that an agent without ranks has got."""
+    def _stop(self, agent: _Agent | None, signum: int) -> None:
+        """Handle a signal that an agent without ranks has got, or the program with this object."""
         if not self._has_begun and not any(other.records for other in self._agents):
             self._ended = KILLED + signum
-        elif agent.is_in or agent.id == self._own:
+        elif agent is None or agent.is_in or agent.id == self._own:
             for other in [other for other in self._agents if other.slots][:1]:
                 other.line.send(signal=signum)  # its ranks tell all others
         else:
@@ -282,7 +282,7 @@ class Coordinator(Leader):
                     self._take_over(known)
             elif not is_late and self._may_be_taken_over:
                 return
-            elif len(known) >= self._terms.hosts and known[0].id == self._own:
+            elif len(known) >= self._terms.hosts and self._own in ("", known[0].id):
                 if self._election is not None and not self._election.begin():
                     self._is_elected = False
                     return

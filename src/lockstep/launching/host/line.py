@@ -6,7 +6,9 @@ secret: use a network of your own, as for the ranks themselves.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import socket
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,7 +17,7 @@ from lockstep.comm.host import is_loopback
 from lockstep.errors import LaunchError
 
 _MAX_BYTES = 1 << 20
-"""Of what has come on a line without an end of a message."""
+"""Of what has come on a line without an end of a message, and of output that waits to be sent."""
 
 
 class Line:
@@ -31,6 +33,11 @@ class Line:
         self.connection = connection
         self._unsent = b""
         self._unread = b""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much waits to be sent that output should wait, too."""
+        return len(self._unsent) > _MAX_BYTES
 
     def send(self, **message: Any) -> None:
         """Send a message, now or by `flush`."""
@@ -77,6 +84,30 @@ class Line:
     def close(self) -> None:
         """Close the connection."""
         self.connection.close()
+
+
+class Output:
+    """What ranks print, on its way over a line to a coordinator in another program.
+
+    Attributes:
+        writers: file descriptors for the ranks' standard output and standard error.
+        readers: those that get what was printed.
+    """
+
+    def __init__(self) -> None:
+        (out, to_out), (err, to_err) = os.pipe(), os.pipe()
+        self.readers, self.writers = (out, err), (to_out, to_err)
+        for reader in self.readers:
+            os.set_blocking(reader, False)
+
+    def carry(self, line: Line | None) -> None:
+        """Send what was printed by now; drop it where there is no line."""
+        for reader, stream in zip(self.readers, ("stdout", "stderr"), strict=True):
+            with contextlib.suppress(BlockingIOError):
+                data = os.read(reader, _MAX_BYTES)  # more than a pipe holds
+                if line is not None:
+                    # A byte is a character: a piece may end in the middle of one of UTF-8.
+                    line.send(printed=data.decode("latin-1"), stream=stream)
 
 
 @dataclass(frozen=True)

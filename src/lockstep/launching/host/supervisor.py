@@ -189,15 +189,22 @@ class Processes:
         argv: program and arguments of each.
         fds: file descriptors of this process that all of them inherit.
         has_terminal: whether this process may have one: its Ctrl-C must not reach them twice.
+        streams: file descriptors of their standard output and error; None for those of this
+            process.
 
     Attributes:
         unheard: the newest signal that came when there was no process to forward it to.
     """
 
     def __init__(
-        self, argv: Sequence[str], fds: Sequence[int] = (), has_terminal: bool = False
+        self,
+        argv: Sequence[str],
+        fds: Sequence[int] = (),
+        has_terminal: bool = False,
+        streams: tuple[int, int] | None = None,
     ) -> None:
         self.unheard: int | None = None
+        self._streams = streams or (None, None)
         self._argv, self._fds, self._has_terminal = argv, fds, has_terminal
         self._ranks: dict[int, SupervisedRank] = {}
         self._wake, wake = socket.socketpair()
@@ -222,8 +229,9 @@ class Processes:
     def start(self, slot: int, variables: Mapping[str, object]) -> None:
         """Start one; `variables` are environment variables besides those of this process."""
         rank = SupervisedRank(
-            slot, self._argv, variables, self._fds, self._has_terminal, self._note_dying
-        )
+            slot, self._argv, variables, self._fds, self._has_terminal, self._streams,
+            self._note_dying,
+        )  # fmt: skip
         self._ranks[slot] = rank
         self._selector.register(rank.line, selectors.EVENT_READ, rank)
 
@@ -235,11 +243,11 @@ class Processes:
         elif rank is not None:
             rank.process.kill()
 
-    def watch(self, line: socket.socket) -> None:
-        """Have `wait` return when there is something to read on a socket, too."""
+    def watch(self, line: socket.socket | int) -> None:
+        """Have `wait` return when there is something to read on a socket or pipe, too."""
         self._selector.register(line, selectors.EVENT_READ)
 
-    def forget(self, line: socket.socket) -> None:
+    def forget(self, line: socket.socket | int) -> None:
         """Undo `watch`, if that was called."""
         with contextlib.suppress(KeyError):
             self._selector.unregister(line)
@@ -309,6 +317,7 @@ class SupervisedRank:
         variables: environment variables besides those of this process.
         fds: file descriptors of this process that it inherits.
         is_apart: whether no terminal's signals reach it.
+        streams: file descriptors of its standard output and error; None for those of this process.
         on_dying: called in another thread with its number, when it has begun to end.
 
     Attributes:
@@ -325,6 +334,7 @@ class SupervisedRank:
         variables: Mapping[str, object],
         fds: Sequence[int],
         is_apart: bool,
+        streams: tuple[int | None, int | None],
         on_dying: Callable[[int], None],
     ) -> None:
         self.slot = slot
@@ -339,6 +349,8 @@ class SupervisedRank:
                 argv,
                 env=os.environ | {name: str(value) for name, value in own.items()},
                 pass_fds=(theirs.fileno(), *fds),
+                stdout=streams[0],
+                stderr=streams[1],
                 start_new_session=is_apart,
             )
 

@@ -76,7 +76,7 @@ class RankCommand:
 
     argv: tuple[str, ...]
     num_ranks: int
-    launcher: Literal["python", "local", "mpi", "torchrun", "slurm"]
+    launcher: Literal["python", "local", "mpi", "torchrun", "slurm", "ray"]
     forwards_signals: bool
     fds: tuple[int, ...] = ()
     start_timeout_s: float = 300.0

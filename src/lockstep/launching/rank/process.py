@@ -98,6 +98,11 @@ def write_reason(path: Path, signum: signal.Signals) -> None:
         path.write_text(_REASONS[signum])
 
 
+def stop_signals() -> dict[str, int]:
+    """The signals that reasons in that file stand for, where they reach ranks without it."""
+    return {reason: int(signum) for signum, reason in reversed(_REASONS.items())}
+
+
 class Terminal:
     """The terminal of this process, if it has one."""
 

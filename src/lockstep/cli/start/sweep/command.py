@@ -24,7 +24,7 @@ from lockstep.config.files import read_text, replacing
 from lockstep.config.parsing import parse_object
 from lockstep.engine.checkpoint.origin import items as items_of
 from lockstep.errors import ConfigError, LaunchError, RunDirectoryError, file_errors
-from lockstep.launching.start import choose_launcher
+from lockstep.launching.start import TRAIN_LAUNCHERS, choose_launcher
 from lockstep.launching.targets import absolute, configured, is_script
 from lockstep.observe.reading.listing import Summary, is_run, summarise
 
@@ -129,7 +129,8 @@ def sweep(target: str, items: Sequence[str], options: Options) -> int:
         raise LaunchError("--submit: needs --slurm")
     if options.at_once is not None and options.at_once < 1:
         raise LaunchError(f"--jobs {options.at_once}: must be at least 1")
-    choose_launcher(options.launcher, 1 if options.ranks is None else options.ranks)
+    num_ranks = 1 if options.ranks is None else options.ranks
+    choose_launcher(options.launcher, num_ranks, TRAIN_LAUNCHERS)
     made = plan(target, items, options.folder)
     left: list[Point] = []
     for point, state in zip(made.grid.points, _states(made), strict=True):

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lockstep.cli.look.run_tables import print_table
+from lockstep.cli.look.report import print_table
 from lockstep.cli.start.sweep.grid import Grid
 from lockstep.config.files import open_regular
 from lockstep.errors import ConfigError, LaunchError, file_errors
