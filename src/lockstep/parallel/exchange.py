@@ -146,10 +146,7 @@ class LevelSum:
         """
         _, [arena] = layout.allocate([1], memory.device)
         self.total = arena.rows[0]
-        self._levels = [
-            tuple(torch.tensor(of, device=memory.device) for of in zip(*pairs, strict=True))
-            for pairs in levels(plan)
-        ]
+        self._levels = levels_on(memory.device, plan)
         rows = torch.tensor(starts, device=memory.device)[:, None]
         self._parts = []
         for offset, part in layout.parts(self.total):
@@ -161,9 +158,26 @@ class LevelSum:
         """Fill `total`."""
         for words, index, total in self._parts:
             rows = words.index_select(0, index).view(-1, len(total))
-            for left, right in self._levels:
-                rows[left] = rows[left].add_(rows[right])
-            total.copy_(rows[0])
+            total.copy_(sum_by_level(rows, self._levels))
+
+
+Levels = Sequence[tuple[Tensor, Tensor]]
+"""For each level of a tree, the places of left and of right operands."""
+
+
+def levels_on(device: torch.device, plan: Sequence[int]) -> Levels:
+    """`layout.levels` of a plan, as indices of tensors on a device."""
+    return [
+        (torch.tensor(left, device=device), torch.tensor(right, device=device))
+        for left, right in (zip(*pairs, strict=True) for pairs in levels(plan))
+    ]
+
+
+def sum_by_level(rows: Tensor, levels: Levels) -> Tensor:
+    """The sum of nodes [nodes, n], which are overwritten: [n]."""
+    for left, right in levels:
+        rows[left] = rows[left].add_(rows[right])
+    return rows[0]
 
 
 class Exchange(ABC):
