@@ -190,9 +190,10 @@ def test_every_element_has_one_place_on_every_host(
         for place, rank in enumerate(range(*host)):
             assert by_rank[rank][number] == slices[rank]
             for owner in range(size):
-                mine = cuts[rank].worked[place][owner]
+                mine = cuts[rank].taken[owner]
                 assert len(mine) == len(cuts[owner].given[rank])
                 assert not len(mine) or mine == cuts[owner].given[rank]
+            assert cuts[host.first].worked[place] == [r for r in cuts[rank].taken if len(r)]
     for rank in range(size):
         for host in hosts:
             given = [cuts[rank].given[q] for q in range(*host)]

@@ -354,7 +354,7 @@ def receive_nodes(
             list(sent) if is_sending else [0] * transport.size,
             starts if is_sending else [0] * transport.size,
             incoming,
-            [n if s in sending else 0 for n, s in zip(received, senders, strict=True)],
+            [n if j < num_nodes[s] else 0 for n, s in zip(received, senders, strict=True)],
         )
         for sender, part in zip(sending, incoming.view(len(sending), length), strict=True):
             by_node[sender, j] = part

@@ -98,12 +98,14 @@ class Cut(NamedTuple):
     """Elements of a segment that travel at a time.
 
     Attributes:
-        worked: for each rank of this host, those that it works on, by the rank that owns them.
+        worked: for each rank of this host, those that it works on, in order; no empty ranges.
+        taken: those that this rank works on, by the rank that owns them.
         own: those that this rank owns.
         given: of these, those that each rank works on.
     """
 
     worked: list[list[Range]]
+    taken: list[Range]
     own: Range
     given: list[Range]
 
@@ -118,20 +120,27 @@ def cut(parts: Sequence[Range], hosts: Sequence[Range], slices: Sequence[Range],
         rank: the rank.
     """
     own = next(ranks for ranks in hosts if rank in range(*ranks))
+    by_rank = shares(slices, hosts, own)
     worked = [
         [
             share.common(part)
             for ranks, share in zip(hosts, of_hosts, strict=True)
             for part in parts[ranks.slice]
+            if max(part.first, share.first) < min(part.last, share.last)
         ]
-        for of_hosts in shares(slices, hosts, own)
+        for of_hosts in by_rank
+    ]
+    taken = [
+        share.common(part)
+        for ranks, share in zip(hosts, by_rank[rank - own.first], strict=True)
+        for part in parts[ranks.slice]
     ]
     # Of each other host, the parts of this one's region alone: all of them would be too many.
     region = _region(slices, own)
     given = [
         share.common(parts[rank]) for ranks in hosts for share in split_blocks(region, len(ranks))
     ]
-    return Cut(worked, parts[rank], given)
+    return Cut(worked, taken, parts[rank], given)
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,7 @@ class SlicesByHost(Exchange):
         """Add up a part of the slice that this rank owns, over all hosts."""
         transport, total = self._plan.transport, self.total.segments[segment]
         own_nodes = inside.host_nodes(segment, part.worked)
-        counts = [len(r) for r in part.worked[transport.rank - self._own_ranks.first]]
+        counts = [len(r) for r in part.taken]
         self._plan.at("between")
         nodes = receive_nodes(
             transport,
@@ -241,11 +241,10 @@ def give_back(transport: Transport, hosts: Hosts, flat: Tensor, part: Cut) -> No
         part: elements that are meant.
     """
     rank, host_of = transport.rank, hosts.of_rank
-    first = hosts.ranges[host_of[rank]].first
     is_other = [host != host_of[rank] for host in host_of]
     wanted = [
         r if other else Range(r.first, r.first)
-        for r, other in zip(part.worked[rank - first], is_other, strict=True)
+        for r, other in zip(part.taken, is_other, strict=True)
     ]
     counts = [len(r) for r in wanted]
     received = flat.new_empty(sum(counts))
