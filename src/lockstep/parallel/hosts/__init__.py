@@ -121,26 +121,30 @@ def cut(parts: Sequence[Range], hosts: Sequence[Range], slices: Sequence[Range],
     """
     own = next(ranks for ranks in hosts if rank in range(*ranks))
     by_rank = shares(slices, hosts, own)
-    worked = [
-        [
-            share.common(part)
+    worked, taken = [], [_NOTHING]
+    for number, of_hosts in enumerate(by_rank):
+        by_owner = [
+            _common(share, part)
             for ranks, share in zip(hosts, of_hosts, strict=True)
             for part in parts[ranks.slice]
-            if max(part.first, share.first) < min(part.last, share.last)
         ]
-        for of_hosts in by_rank
-    ]
-    taken = [
-        share.common(part)
-        for ranks, share in zip(hosts, by_rank[rank - own.first], strict=True)
-        for part in parts[ranks.slice]
-    ]
+        worked.append([part for part in by_owner if part is not _NOTHING])
+        if number == rank - own.first:
+            taken = by_owner
     # Of each other host, the parts of this one's region alone: all of them would be too many.
-    region = _region(slices, own)
-    given = [
-        share.common(parts[rank]) for ranks in hosts for share in split_blocks(region, len(ranks))
-    ]
-    return Cut(worked, taken, parts[rank], given)
+    region, mine = _region(slices, own), parts[rank]
+    by_size = {num: split_blocks(region, num) for num in set(map(len, hosts))}
+    given = [_common(share, mine) for ranks in hosts for share in by_size[len(ranks)]]
+    return Cut(worked, taken, mine, given)
+
+
+_NOTHING = Range(0, 0)
+"""One for all: among many ranks, most have nothing for one another at a time."""
+
+
+def _common(one: Range, other: Range) -> Range:
+    first, last = max(one.first, other.first), min(one.last, other.last)
+    return Range(first, last) if first < last else _NOTHING
 
 
 @dataclass(frozen=True)

@@ -242,10 +242,8 @@ def give_back(transport: Transport, hosts: Hosts, flat: Tensor, part: Cut) -> No
     """
     rank, host_of = transport.rank, hosts.of_rank
     is_other = [host != host_of[rank] for host in host_of]
-    wanted = [
-        r if other else Range(r.first, r.first)
-        for r, other in zip(part.taken, is_other, strict=True)
-    ]
+    nothing = Range(0, 0)
+    wanted = [r if other else nothing for r, other in zip(part.taken, is_other, strict=True)]
     counts = [len(r) for r in wanted]
     received = flat.new_empty(sum(counts))
     transport.all_to_all(
@@ -255,8 +253,10 @@ def give_back(transport: Transport, hosts: Hosts, flat: Tensor, part: Cut) -> No
         received,
         counts,
     )
-    for (start, last), theirs in zip(wanted, torch.split(received, counts), strict=True):
-        flat[start:last] = theirs
+    place = 0
+    for start, last in filter(len, wanted):
+        flat[start:last] = received[place : place + last - start]
+        place += last - start
 
 
 def gather_slices_by_host(
