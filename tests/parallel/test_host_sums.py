@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sums import NUM_SCALARS, PLACES, SEGMENTS, Leaf, row_bits, tree_sum, wild_leaves
 from tests.thread_transport import ThreadTransport, on_ranks
 
+from lockstep.comm import ahead
 from lockstep.parallel import hosts as hosts_layout
 from lockstep.parallel import reduction
 from lockstep.parallel.exchange import Exchange, Leaves, add_up
@@ -27,6 +28,7 @@ from lockstep.parallel.hosts import (
     ranks_of_hosts,
     shares,
 )
+from lockstep.parallel.hosts import exchange as hosts_exchange
 from lockstep.parallel.hosts.exchange import gather_slices_by_host
 from lockstep.parallel.layout import Range, leaves, merges, split
 from lockstep.parallel.reduction import OrderedReduction, Ways
@@ -103,8 +105,9 @@ def layouts(draw: st.DrawFn) -> tuple[list[int], list[Range]]:
         {"small": 0},
         {"small": 0, "shares_memory": False, "bucket_bytes": 1},
         {"small": 0, "gather": False, "bucket_bytes": 1},
+        {"few": 1},
     ],
-    ids=["nodes", "memory", "messages", "sharded"],
+    ids=["nodes", "memory", "messages", "sharded", "as of many"],
 )
 @given(layouts(), st.integers(0, 99))
 @settings(max_examples=8)
@@ -114,7 +117,7 @@ def test_sums_host_by_host_have_the_bits_of_the_tree(
     counts, ranges = layout
     steps = [wild_leaves(ranges[-1].last, seed + n, missing=0.3) for n in range(2)]
     rest = dict(keys)
-    small = rest.pop("small", 1 << 30)
+    small, few = rest.pop("small", 1 << 30), rest.pop("few", 16)
 
     def body(transport: ThreadTransport) -> list[list[bytes]]:
         hosts = meet_hosts(transport, [range(transport.size)])
@@ -127,6 +130,8 @@ def test_sums_host_by_host_have_the_bits_of_the_tree(
     with pytest.MonkeyPatch.context() as patch:
         invent(patch, counts)
         patch.setattr(reduction, "SMALL_BYTES", small)
+        patch.setattr(ahead, "FEW_RANKS", few)
+        patch.setattr(hosts_exchange, "FEW_NODES", few)
         found = on_ranks(sum(counts), body)
     assert found == [[tree_sum(step) for step in steps]] * sum(counts)
 
@@ -175,7 +180,7 @@ def test_every_element_has_one_place_on_every_host(
     size = sum(counts)
     slices = [Range(r.first * BLOCK, r.last * BLOCK) for r in split(num_blocks, size)]
     parts = parts_of(slices, start * BLOCK, length * BLOCK)
-    by_rank = shares(slices, hosts)
+    by_rank = [of_rank for host in hosts for of_rank in shares(slices, hosts, host)]
     cuts = [cut(parts, hosts, slices, rank) for rank in range(size)]
     for number, host in enumerate(hosts):
         covered = [i for h in range(len(hosts)) for q in range(*host) for i in [by_rank[q][h]]]
@@ -185,9 +190,10 @@ def test_every_element_has_one_place_on_every_host(
         for place, rank in enumerate(range(*host)):
             assert by_rank[rank][number] == slices[rank]
             for owner in range(size):
-                mine = cuts[rank].worked[place][owner]
+                mine = cuts[rank].taken[owner]
                 assert len(mine) == len(cuts[owner].given[rank])
                 assert not len(mine) or mine == cuts[owner].given[rank]
+            assert cuts[host.first].worked[place] == [r for r in cuts[rank].taken if len(r)]
     for rank in range(size):
         for host in hosts:
             given = [cuts[rank].given[q] for q in range(*host)]

@@ -20,7 +20,7 @@ from sums import (
 from tests.thread_transport import ThreadTransport, on_ranks
 
 from lockstep.comm.transport import LocalTransport, Transport
-from lockstep.parallel import reduction
+from lockstep.parallel import exchange, reduction
 from lockstep.parallel.exchange import Leaves, gather_slices
 from lockstep.parallel.fold import BLOCK, Segment
 from lockstep.parallel.layout import Range, split
@@ -77,6 +77,25 @@ def partitions(draw: st.DrawFn) -> list[Range]:
     num_microbatches = draw(st.integers(1, 20))
     cuts = sorted(draw(st.lists(st.integers(0, num_microbatches), max_size=4)))
     return [Range(a, b) for a, b in pairwise([0, *cuts, num_microbatches])]
+
+
+@pytest.mark.parametrize("cuts", [(4, 8), (1, 2, 3, 12), (5, 6)])
+def test_sum_level_by_level_has_the_bits_of_one_after_another(
+    path: str, cuts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "FEW_NODES", 1)
+    leaves = wild_leaves(13, seed=6, missing=0.3)
+    ranges = [Range(a, b) for a, b in pairwise([0, *cuts, 13])]
+    assert sums(ranges, leaves, 20_000) == [tree_sum(leaves)] * len(ranges)
+
+    def headers(transport: ThreadTransport) -> list[list[float]]:
+        made = ordered_reduction(transport, ranges, num_header=2)
+        made.header.copy_(torch.tensor([transport.rank, -1]))
+        reduce(made, ranges[transport.rank], leaves)
+        return made.headers().tolist()
+
+    expected = [[rank, -1] for rank in range(len(ranges))]
+    assert on_ranks(len(ranges), headers) == [expected] * len(ranges)
 
 
 def test_the_order_of_these_leaves_shows_in_the_bits() -> None:

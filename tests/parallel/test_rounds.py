@@ -7,6 +7,7 @@ import torch
 from sums import NUM_SCALARS, PLACES, SEGMENTS, row_bits, tree_sum, wild_leaves
 from tests.thread_transport import ThreadTransport, on_ranks
 
+from lockstep.parallel import rounds as rounds_module
 from lockstep.parallel.exchange import Leaves
 from lockstep.parallel.fold import Row
 from lockstep.parallel.rounds import LateGradientError, Rounds
@@ -29,8 +30,11 @@ def rounds(
 
 @pytest.mark.parametrize("num", [1, 2, 3, 5, 8, 11])
 @pytest.mark.parametrize(("size", "num_replicas"), [(1, 1), (2, 2), (3, 3), (3, 2), (5, 5)])
-@pytest.mark.parametrize(("early", "bucket"), [(False, 1 << 20), (True, 1)])
-def test_owners_get_the_slices_of_the_tree_sum(num, size, num_replicas, early, bucket) -> None:
+@pytest.mark.parametrize(("early", "bucket", "few"), [(False, 1 << 20, 64), (True, 1, 2)])
+def test_owners_get_the_slices_of_the_tree_sum(
+    num, size, num_replicas, early, bucket, few, monkeypatch
+) -> None:
+    monkeypatch.setattr(rounds_module, "FEW_NODES", few)
     leaves = wild_leaves(num, seed=num, missing=0.3)
 
     def body(transport: ThreadTransport) -> tuple[list[torch.Tensor], torch.Tensor]:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from lockstep.config import TrainConfig
 from lockstep.engine.run.microbatches import Balancer, Microbatches, better
 from lockstep.engine.run.progress import Progress
+from lockstep.engine.step.sums import StepResult
 from lockstep.engine.timing import Times
 from lockstep.parallel.layout import Range, share, split
 from lockstep.parallel.mesh import Mesh
@@ -84,8 +85,12 @@ def test_replicas_are_balanced_and_what_is_said_is_of_ranks():
     runtime = SimpleNamespace(transport=SimpleNamespace(rank=0))
     assigned = []
     shared = Microbatches(TrainConfig(balance_every=1), runtime, parts, Progress())
-    assert shared.balance(0, [Times()] * 5) is None
-    found = shared.balance(1, [Times(s) for s in (1.0, 1.0, 3.0, 3.0, 0.0)])
+
+    def result(*seconds):
+        return StepResult([], 0.0, 0.0, "", [Times(s) for s in seconds], False)
+
+    assert shared.balance(0, result(0, 0, 0, 0, 0)) is None
+    found = shared.balance(1, result(1.0, 1.0, 3.0, 3.0, 0.0))
     assert found.slowest == 2
     assert [len(r) for r in found.ranges] == [6, 6, 2, 2, 0]
     assert assigned == [found.ranges]

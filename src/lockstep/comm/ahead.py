@@ -1,15 +1,58 @@
-"""All-to-alls that go on while a process computes."""
+"""All-to-alls that go on while a process computes, and all-gathers in few messages."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from lockstep.comm.mailbox import HostTransport
 from lockstep.comm.transport import GroupBroken, collective
+
+FEW_RANKS = 16
+"""Among so many, each part goes straight to every rank: all messages at once, instead of some
+rounds one after another. Among more, the number of messages would be what takes time."""
+
+
+class Round(NamedTuple):
+    """What a rank sends and receives at a time in an all-gather by doubling.
+
+    Attributes:
+        to: place of the rank that gets the parts of `given`.
+        given: parts, by place; one range, or two where they go round the end.
+        source: place of the rank that sends those of `taken`.
+        taken: likewise.
+    """
+
+    to: int
+    given: list[range]
+    source: int
+    taken: list[range]
+
+
+def doubling(place: int, size: int) -> Iterator[Round]:
+    """The rounds of an all-gather of `size` ranks, log2 of them, for the one at a place.
+
+    Each rank has twice as many parts after each round. In all it gets each part once, as if these
+    came straight from their owners (Bruck et al. 1997, "Efficient algorithms for all-to-all
+    communications in multiport message-passing systems", section 4), and each is where it stays.
+    """
+    known = 1
+    while known < size:
+        num = min(known, size - known)
+        source = (place + known) % size
+        yield Round((place - known) % size, _round(place, num, size), source,
+                    _round(source, num, size))  # fmt: skip
+        known += num
+
+
+def _round(first: int, num: int, size: int) -> list[range]:
+    """Parts from one on, the first one after the last."""
+    end = first + num
+    return [range(first, end)] if end <= size else [range(first, size), range(end - size)]
 
 
 class Started:
@@ -73,6 +116,43 @@ class AheadTransport(HostTransport):
                 raise
             raise GroupBroken(str(error)) from error
         return Started(self, handle, (given, recv.nbytes, -1))
+
+    @collective
+    def gather_among(self, out: Tensor, ranks: Sequence[int], counts: Sequence[int]) -> None:
+        """See `Transport.gather_among`."""
+        own = counts[ranks.index(self.rank)] if self.rank in ranks else 0
+        size, others = out.itemsize, len(ranks) - 1
+        self.traffic.add(own * others * size, (len(out) - own) * size if self.rank in ranks else 0)
+        if self.rank in ranks:
+            self._gather(out, ranks, counts)
+
+    def _gather(self, out: Tensor, ranks: Sequence[int], counts: Sequence[int]) -> None:
+        """Gather the parts of some ranks, this one among them, whose own is in its place."""
+        bounds = [*accumulate(counts, initial=0)]
+
+        def parts(of: Sequence[range]) -> list[Tensor]:
+            ends = [(bounds[r.start], bounds[r.stop]) for r in of]
+            return [out[first:last] for first, last in ends if last > first]
+
+        place, size = ranks.index(self.rank), len(ranks)
+        if size > FEW_RANKS:
+            for to, given, source, taken in doubling(place, size):
+                self._trade(
+                    [(part, ranks[to]) for part in parts(given)],
+                    [(part, ranks[source]) for part in parts(taken)],
+                )
+            return
+        others = [(place + n) % size for n in range(1, size)]
+        self._trade(
+            [(part, ranks[other]) for other in others for part in parts([range(place, place + 1)])],
+            [(part, ranks[other]) for other in others for part in parts([range(other, other + 1)])],
+        )
+
+    @abstractmethod
+    def _trade(
+        self, given: Sequence[tuple[Tensor, int]], taken: Sequence[tuple[Tensor, int]]
+    ) -> None:
+        """Send tensors, and fill others with what comes; each with the rank it goes to or is of."""
 
     @abstractmethod
     def _begin(

@@ -220,6 +220,7 @@ _MEASURES: Mapping[str, Measure] = MappingProxyType(
             (sum(send_counts) * send.itemsize, recv.nbytes, -1)
         ),
         "finish": lambda started: started.moved,
+        "gather_among": lambda out, ranks, counts: (out.nbytes, out.nbytes, -1),
         "broadcast": lambda tensor, root: (tensor.nbytes, tensor.nbytes, -1),
         "send": lambda tensor, to: (tensor.nbytes, 0, to),
         "receive": lambda tensor, source: (0, tensor.nbytes, source),

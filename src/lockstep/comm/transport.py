@@ -114,8 +114,9 @@ def collective(method: _Method) -> _Method:
 
     Its calls are recorded.
     """
-    kind = KINDS.index("all_to_all" if method.__name__ == "finish" else method.__name__)
-    measure = measure_of(method.__name__)
+    name = method.__name__
+    kind = KINDS.index("all_to_all" if name in ("finish", "gather_among") else name)
+    measure = measure_of(name)
 
     @functools.wraps(method)
     def wrapped(self: Transport, *args: Any, **keys: Any) -> Any:
@@ -182,6 +183,17 @@ class Transport(ABC):
             out: memory for `sum(counts)` elements.
             counts: number of elements of each rank.
         """
+
+    def gather_among(self, out: Tensor, ranks: Sequence[int], counts: Sequence[int]) -> None:
+        """An all-gather of some ranks, in messages between these; all ranks call this.
+
+        Args:
+            out: memory for `sum(counts)` elements, in which this rank's own are in their place; of
+                no use on ranks that are not among them.
+            ranks: ranks that take part.
+            counts: number of elements of each of them.
+        """
+        raise NotImplementedError(f"{self.name} gathers from all ranks only")
 
     @abstractmethod
     def all_to_all(

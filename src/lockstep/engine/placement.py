@@ -184,10 +184,7 @@ class Placement:
     @property
     def replica_number(self) -> int:
         """The number of this rank's replica; the number of replicas for a spare rank."""
-        for number, ranks in enumerate(self.mesh.replicas):
-            if self.world.rank in ranks:
-                return number
-        return len(self.mesh.replicas)
+        return self.mesh.replica_of.get(self.world.rank, len(self.mesh.replicas))
 
     @property
     def own(self) -> Holding:

@@ -186,11 +186,15 @@ class ArenaLayout:
             The whole memory, uint8 [bytes], and the arenas.
         """
         sizes = [self.num_bytes(n) for n in num_rows]
-        memory = torch.zeros(sum(sizes) + ALIGNMENT, dtype=torch.uint8, device=device)
-        skip = -memory.data_ptr() % ALIGNMENT
-        memory = memory[skip : skip + sum(sizes)]
+        memory = aligned_memory(sum(sizes), device)
         parts = zip(torch.split(memory, sizes), num_rows, strict=True)
         return memory, [Arena(self, part, n) for part, n in parts]
+
+    def parts(self, row: Row) -> list[tuple[int, Tensor]]:
+        """The segments and the scalars of a row, each with the byte of the row it begins at."""
+        parts = [*row.segments, row.scalars]
+        sizes = (_aligned(part.numel() * part.itemsize) for part in parts)
+        return list(zip(accumulate(sizes, initial=0), parts, strict=False))
 
     def row(self, memory: Tensor, index: int) -> Row:
         """Views of row `index` of an arena in `memory`."""
@@ -202,6 +206,13 @@ class ArenaLayout:
             offset += _aligned(num_bytes)
         scalars = memory[offset : offset + 8 * self.num_scalars].view(torch.float64)
         return Row(segments, scalars)
+
+
+def aligned_memory(num_bytes: int, device: torch.device) -> Tensor:
+    """Memory that begins at a multiple of `ALIGNMENT`, all zero: uint8 [num_bytes]."""
+    memory = torch.zeros(num_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
+    skip = -memory.data_ptr() % ALIGNMENT
+    return memory[skip : skip + num_bytes]
 
 
 def _aligned(num_bytes: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise, zip_longest
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
@@ -102,10 +103,13 @@ def share(total: int, speeds: Sequence[float]) -> list[Range]:
         speeds: speed of each part, in items for each unit of time; positive.
     """
     counts = [0] * len(speeds)
+    # When each would be done with one more; of equals, the lowest comes first.
+    done = [(1 / speed, part) for part, speed in enumerate(speeds)]
+    heapify(done)
     for _ in range(total):
-        # Who would be done first with one more; of equals, the lowest.
-        part = min(range(len(speeds)), key=lambda p: (counts[p] + 1) / speeds[p])
+        part = done[0][1]
         counts[part] += 1
+        heapreplace(done, ((counts[part] + 1) / speeds[part], part))
     return consecutive(counts)
 
 
@@ -134,6 +138,29 @@ def merges(nodes: Sequence[Node], num_leaves: int) -> tuple[list[int], list[Node
             count += 1
         counts.append(count)
     return counts, stack
+
+
+def levels(plan: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """The additions of `merges`, level by level: those of a level need none of each other's sums.
+
+    Args:
+        plan: for each node, the number of additions that follow it.
+
+    Returns:
+        For each level, pairs of nodes: to the first, which then is a sum, the second is added.
+    """
+    found: list[list[tuple[int, int]]] = []
+    stack: list[tuple[int, int]] = []
+    for node, count in enumerate(plan):
+        stack.append((node, 0))
+        for _ in range(count):
+            (left, below), (right, beside) = stack[-2:]
+            level = max(below, beside)
+            if level == len(found):
+                found.append([])
+            found[level].append((left, right))
+            stack[-2:] = [(left, level + 1)]
+    return found
 
 
 def leaves(microbatches: Assigned) -> list[Node]:

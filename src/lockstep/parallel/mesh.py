@@ -58,7 +58,20 @@ class Mesh:
 
     def members(self, column: int) -> list[int]:
         """The ranks of a column."""
-        return [rank for rank, own in enumerate(self.columns) if own == column]
+        return list(self._members[column])
+
+    @cached_property
+    def _members(self) -> list[list[int]]:
+        """The ranks of each column."""
+        found: list[list[int]] = [[] for _ in range(self.num_columns)]
+        for rank, column in enumerate(self.columns):
+            found[column].append(rank)
+        return found
+
+    @cached_property
+    def replica_of(self) -> dict[int, int]:
+        """The number of the replica of each rank that is in one."""
+        return {rank: number for number, ranks in enumerate(self.replicas) for rank in ranks}
 
     @cached_property
     def replicas(self) -> list[tuple[int, ...]]:
@@ -68,8 +81,7 @@ class Mesh:
     @property
     def incomplete(self) -> list[int]:
         """Ranks that fill no replica."""
-        working = {rank for replica in self.replicas for rank in replica}
-        return [rank for rank in range(self.size) if rank not in working]
+        return [rank for rank in range(self.size) if rank not in self.replica_of]
 
     @property
     def num_spares(self) -> int:
@@ -148,15 +160,17 @@ def rearranged(kept: Sequence[int], num_columns: int) -> tuple[int, ...]:
         num_columns: number of columns, each of which some rank was in.
     """
     columns = list(kept)
+    counts = [columns.count(column) for column in range(num_columns)]
 
-    def counts() -> list[int]:
-        return [columns.count(column) for column in range(num_columns)]
+    def place(rank: int) -> None:
+        columns[rank] = counts.index(min(counts))
+        counts[columns[rank]] += 1
 
     for rank, column in enumerate(columns):
         if column == NEW:
-            columns[rank] = counts().index(min(counts()))
-    while max(counts()) - min(counts()) > 1:
-        fullest = counts().index(max(counts()))
-        last = max(rank for rank, column in enumerate(columns) if column == fullest)
-        columns[last] = counts().index(min(counts()))
+            place(rank)
+    while max(counts) - min(counts) > 1:
+        fullest = counts.index(max(counts))
+        counts[fullest] -= 1
+        place(max(rank for rank, column in enumerate(columns) if column == fullest))
     return tuple(columns)

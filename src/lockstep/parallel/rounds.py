@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lockstep.comm.ahead import Started
 from lockstep.comm.transport import Transport
-from lockstep.parallel.exchange import Leaves
+from lockstep.parallel.exchange import FEW_NODES, Leaves, levels_on, sum_by_level
 from lockstep.parallel.fold import (
     ArenaLayout,
     Fold,
@@ -34,7 +34,8 @@ from lockstep.parallel.fold import (
     slice_up,
     views,
 )
-from lockstep.parallel.layout import Range, within
+from lockstep.parallel.layout import Range, merges, within
+from lockstep.parallel.layout import leaves as leaves_of
 
 _NOTHING = torch.empty(0, dtype=torch.float64)
 
@@ -105,6 +106,12 @@ class Rounds:
         self.total: Row = arena.rows[0]
         rows = [Row([], row.scalars) for row in arena.rows]
         self._scalars = Fold(rows, [], every, num_microbatches)
+        self._leaf_scalars: Tensor | None = None
+        if num_microbatches > FEW_NODES:
+            shape = (num_microbatches, leaves.num_scalars)
+            self._leaf_scalars = torch.empty(shape, dtype=torch.float64, device=device)
+            plan, _ = merges(leaves_of(every), num_microbatches)
+            self._levels = levels_on(device, plan)
         self._buckets = [self._cut(s, bucket_bytes) for s in range(len(segments))]
         firsts = accumulate(map(len, specs), initial=0)
         self._travelling: _Travelling | None = None
@@ -207,8 +214,15 @@ class Rounds:
         size, num_leaves = self.transport.size, self._num_leaves
         everyone = scalars.new_empty(len(scalars) * size)
         self.transport.all_gather(scalars, everyone, [len(scalars)] * size)
-        for row in everyone.view(size, len(scalars))[:num_leaves]:
-            self._scalars.add([], row)
+        rows = everyone.view(size, len(scalars))[:num_leaves]
+        if self._leaf_scalars is None:
+            for row in rows:
+                self._scalars.add([], row)
+        else:
+            first = self._round * self._num_replicas
+            self._leaf_scalars[first : first + num_leaves] = rows
+            if first + num_leaves == self._num_microbatches:
+                self.total.scalars.copy_(sum_by_level(self._leaf_scalars, self._levels))
         self._round += 1
         self._taken.clear()
 

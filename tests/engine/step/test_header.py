@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.comm.transport import Traffic
-from lockstep.engine.step.sums import STOP_REASONS, Header, num_values
+from lockstep.engine.step.sums import STOP_REASONS, Header, Headers, num_values
 from lockstep.engine.timing import Stopwatch, Times
 
 seconds = st.floats(0, 1e9)
@@ -35,7 +36,35 @@ def test_a_header_survives_the_journey(
     header = Header(*own, 0, asked, settings=2**31, order=7, loss=2**32 - 1)
     values = header.pack()
     assert len(values) == num_values(len(counted))
-    assert Header.unpack(values) == header
+    quiet = Header(False, "", False, Times(1), (-math.inf,) * len(counted), 3, settings=2**31)
+    for rows in ([values], [values, quiet.pack()], [quiet.pack(), values, quiet.pack()]):
+        found = Headers(np.array(rows))
+        assert (found.has_failed, found.stop_reason) == (has_failed, stop_reason)
+        assert (found.grows, found.asked) == (grows, asked)
+        place = rows.index(values)
+        assert found.times[place].tolist() == [*Times(*times)]
+        assert found.carry_lengths == [0 if row is values else 3 for row in rows]
+        if -math.inf not in counted:
+            assert found.counters == counted
+        assert found.have_same_settings
+        assert found.have_same_order  # of those that give it
+        assert found.have_same_loss
+
+
+def test_differences_between_headers_are_seen() -> None:
+    def headers(**fields: list[int]) -> Headers:
+        rows = [
+            Header(False, "", False, Times(), (), **dict(zip(fields, of_rank, strict=True)))
+            for of_rank in zip(*fields.values(), strict=True)
+        ]
+        return Headers(np.array([row.pack() for row in rows]))
+
+    assert not headers(settings=[1, 1, 0]).have_same_settings
+    assert not headers(order=[0, 2, 3]).have_same_order
+    assert not headers(loss=[5, 4]).have_same_loss
+    assert headers(asked=[1, 4, 0, 1]).asked == 5
+    assert headers(is_suspicious=[0, 1]).is_suspicious
+    assert [len(h) for h in (headers(order=[1]), headers(order=[1, 1]))] == [1, 2]
 
 
 def test_times_since() -> None:

@@ -12,7 +12,7 @@ import atexit
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import mpi4py
 from torch import Tensor
@@ -24,7 +24,8 @@ mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402
 
 __all__ = [
-    "DATATYPES", "MPI", "Messages", "exchange", "has_fault_tolerance", "memory_of", "note_loss",
+    "DATATYPES", "MPI", "Messages", "begin", "exchange", "has_fault_tolerance", "memory_of",
+    "note_loss", "trade",
 ]  # fmt: skip
 
 _is_damaged = False
@@ -108,13 +109,61 @@ def exchange(
     Raises:
         mpi4py.MPI.Exception: a rank was lost. Nothing is written into `recv` afterwards.
     """
-    Messages(
-        comm, is_damaged, send, send_counts, send_offsets, recv, recv_counts, recv_offsets
-    ).wait()
+    begin(comm, is_damaged, send, send_counts, send_offsets, recv, recv_counts, recv_offsets).wait()
+
+
+def begin(
+    comm: MPI.Intracomm,
+    is_damaged: Callable[[], bool],
+    send: Tensor,
+    send_counts: Sequence[int],
+    send_offsets: Sequence[int],
+    recv: Tensor,
+    recv_counts: Sequence[int],
+    recv_offsets: Sequence[int],
+) -> Messages:
+    """Begin an `exchange`."""
+    kind, size = DATATYPES[send.itemsize], send.itemsize
+    outgoing, incoming = memory_of(send), memory_of(recv)
+    others = [(comm.rank + n) % comm.size for n in range(1, comm.size)]
+
+    def requests() -> Iterator[MPI.Request]:
+        for rank in others:
+            if count := send_counts[rank]:
+                part = outgoing[send_offsets[rank] * size :][: count * size]
+                yield comm.Isend([part, kind], rank, _TAG)
+        for rank in reversed(others):
+            if count := recv_counts[rank]:
+                part = incoming[recv_offsets[rank] * size :][: count * size]
+                yield comm.Irecv([part, kind], rank, _TAG)
+
+    return Messages(comm, is_damaged, requests(), (send, recv))
+
+
+def trade(
+    comm: MPI.Intracomm,
+    is_damaged: Callable[[], bool],
+    given: Sequence[tuple[Tensor, int]],
+    taken: Sequence[tuple[Tensor, int]],
+) -> None:
+    """Send tensors, and fill others with what comes; each with the rank it goes to or is of.
+
+    Raises:
+        mpi4py.MPI.Exception: see `exchange`.
+    """
+
+    def requests() -> Iterator[MPI.Request]:
+        for tensor, to in given:
+            yield comm.Isend([memory_of(tensor), DATATYPES[tensor.itemsize]], to, _TAG)
+        for tensor, source in taken:
+            yield comm.Irecv([memory_of(tensor), DATATYPES[tensor.itemsize]], source, _TAG)
+
+    tensors = [tensor for tensor, _ in (*given, *taken)]
+    Messages(comm, is_damaged, requests(), tensors).wait()
 
 
 class Messages:
-    """Those of an `exchange`, under way.
+    """Messages under way.
 
     MPI moves large ones only while it is called, so in the background a thread has to call it.
     """
@@ -123,31 +172,24 @@ class Messages:
         self,
         comm: MPI.Intracomm,
         is_damaged: Callable[[], bool],
-        send: Tensor,
-        send_counts: Sequence[int],
-        send_offsets: Sequence[int],
-        recv: Tensor,
-        recv_counts: Sequence[int],
-        recv_offsets: Sequence[int],
+        begun: Iterator[MPI.Request],
+        tensors: Sequence[Tensor],
     ) -> None:
-        """Begin; see `exchange`."""
-        self._comm, self._is_damaged = comm, is_damaged
-        self._tensors = send, recv  # MPI has addresses only
+        """Begin.
+
+        Args:
+            comm: communicator that they are sent in.
+            is_damaged: function to whether it has lost a rank, or was given up.
+            begun: begins one message after another.
+            tensors: their memory, of which MPI has addresses only.
+        """
+        self._comm, self._is_damaged, self._tensors = comm, is_damaged, tensors
         self._requests: list[MPI.Request] = []
         self._thread: threading.Thread | None = None
         self._error: MPI.Exception | None = None
-        kind, size = DATATYPES[send.itemsize], send.itemsize
-        outgoing, incoming = memory_of(send), memory_of(recv)
-        others = [(comm.rank + n) % comm.size for n in range(1, comm.size)]
         try:
-            for rank in others:
-                if count := send_counts[rank]:
-                    part = outgoing[send_offsets[rank] * size :][: count * size]
-                    self._requests.append(comm.Isend([part, kind], rank, _TAG))
-            for rank in reversed(others):
-                if count := recv_counts[rank]:
-                    part = incoming[recv_offsets[rank] * size :][: count * size]
-                    self._requests.append(comm.Irecv([part, kind], rank, _TAG))
+            for request in begun:
+                self._requests.append(request)
         except MPI.Exception:
             self.give_up()
             raise

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from lockstep.comm.ahead import AheadTransport
+from lockstep.comm.ahead import FEW_RANKS, AheadTransport
 from lockstep.comm.calls import CallGroup
 from lockstep.comm.mpi.growth import (
     Growth,
@@ -27,9 +27,11 @@ from lockstep.comm.mpi.library import (
     DATATYPES,
     MPI,
     Messages,
+    begin,
     exchange,
     has_fault_tolerance,
     memory_of,
+    trade,
 )
 from lockstep.comm.transport import (
     GroupBroken,
@@ -118,6 +120,10 @@ class MpiTransport(AheadTransport):
         if own.data_ptr() != mine.data_ptr():
             mine.copy_(own)
         num_own, size = counts[self.rank], out.itemsize
+        if self.size > FEW_RANKS:
+            self.traffic.add(num_own * (self.size - 1) * size, (out.numel() - num_own) * size)
+            self._gather(out, range(self.size), counts)
+            return
         if min(counts) == max(counts) and num_own * size <= _SMALL_BYTES:
             # The call of a small step: what is counted here costs a fifth of a microsecond.
             memory = memory_of(out)
@@ -153,6 +159,11 @@ class MpiTransport(AheadTransport):
             self.comm, self.is_damaged, send, send_counts, send_offsets, recv, recv_counts, starts
         )
 
+    def _trade(
+        self, given: Sequence[tuple[Tensor, int]], taken: Sequence[tuple[Tensor, int]]
+    ) -> None:
+        trade(self.comm, self.is_damaged, given, taken)
+
     def runs_ahead(self, num_bytes: int) -> bool:
         """See `Transport.runs_ahead`: a thread calls MPI meanwhile, if it may."""
         return self._is_long(num_bytes) and MPI.Query_thread() == MPI.THREAD_MULTIPLE
@@ -165,7 +176,7 @@ class MpiTransport(AheadTransport):
         recv: Tensor,
         recv_counts: Sequence[int],
     ) -> Messages:
-        messages = Messages(
+        messages = begin(
             self.comm, self.is_damaged, send, send_counts, send_offsets, recv, recv_counts,
             offsets(recv_counts),
         )  # fmt: skip

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from lockstep.comm.ahead import AheadTransport
+from lockstep.comm.ahead import FEW_RANKS, AheadTransport
 from lockstep.comm.calls import CallGroup
 from lockstep.comm.torchdist.store import check_interfaces, meet_at
 from lockstep.comm.transport import Sending, Transport, collective, count_broadcast, offsets
@@ -19,6 +19,8 @@ from lockstep.errors import EnvironError, alone
 
 _NUM_TAGS = 1 << 20
 """Of what `start` begins; messages of `send` have another one, 0."""
+_TRADED = _NUM_TAGS + 1
+"""Tag of the messages of all-gathers."""
 
 
 class _Messages:
@@ -56,6 +58,12 @@ class GroupTransport(AheadTransport):
             return
         longest, num_own, size = max(counts), own.numel(), out.itemsize
         self.traffic.add(num_own * (self.size - 1) * size, (out.numel() - num_own) * size)
+        if self._has_messages and self.size > FEW_RANKS:
+            mine = out[sum(counts[: self.rank]) :][:num_own]
+            if own.data_ptr() != mine.data_ptr():
+                mine.copy_(own)
+            self._gather(out, range(self.size), counts)
+            return
         if min(counts) == longest:
             self._finish(self.group._allgather_base(out, own))
             return
@@ -81,12 +89,31 @@ class GroupTransport(AheadTransport):
         """See `Transport.all_to_all`."""
         size, to_self = send.itemsize, send_counts[self.rank]
         self.traffic.add((sum(send_counts) - to_self) * size, (recv.numel() - to_self) * size)
+        if self._has_messages and self.size > FEW_RANKS:
+            # The library's collective sends a message to each rank, also where there is nothing.
+            here = recv[sum(recv_counts[: self.rank]) :][:to_self]
+            here.copy_(send[send_offsets[self.rank] :][:to_self])
+            handle = self._begin(send, send_counts, send_offsets, recv, recv_counts)
+            self._finish(handle, is_message=True)
+            return
         own = _in_a_row(send, send_counts, send_offsets)
         self._finish(self.group.alltoall_base(recv, own, list(recv_counts), list(send_counts)))
 
     def runs_ahead(self, num_bytes: int) -> bool:
         """See `Transport.runs_ahead`: gloo's threads move messages, whatever this one does."""
-        return self.name == "gloo" and self.device.type == "cpu" and self._is_long(num_bytes)
+        return self._has_messages and self._is_long(num_bytes)
+
+    @property
+    def _has_messages(self) -> bool:
+        """Whether threads of the library move messages between two ranks."""
+        return self.name == "gloo" and self.device.type == "cpu"
+
+    def _trade(
+        self, given: Sequence[tuple[Tensor, int]], taken: Sequence[tuple[Tensor, int]]
+    ) -> None:
+        works = [self.group.recv([tensor], source, _TRADED) for tensor, source in taken]
+        works += [self.group.send([tensor], to, _TRADED) for tensor, to in given]
+        self._finish(_Messages(works), is_message=True)
 
     def _begin(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from time import perf_counter
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from lockstep.engine.audit.hidden_state import differing
 from lockstep.engine.audit.pass_state import PassState, named, remedy
 from lockstep.engine.digests import checksum
 from lockstep.engine.runtime import Runtime, everywhere
-from lockstep.engine.step.sums import Header
+from lockstep.engine.step.sums import Headers
 from lockstep.engine.step.workspace import Workspace
 from lockstep.errors import TaskError, shared
 
@@ -218,7 +218,7 @@ class StepAudit:
         is_first = not self._passes.is_second and not self._is_given_up
         return is_first and (self._is_sampled or self._passes.has_suspects)
 
-    def check_failed(self, headers: Sequence[Header]) -> None:
+    def check_failed(self, headers: Headers) -> None:
         """See what it means that some rank's passes have failed the second time.
 
         An open file, say, cannot be had as it was before: what a dataset keeps is then taken for a
@@ -228,7 +228,7 @@ class StepAudit:
             StepRepeated: the step has to be done once more, as it was the first time.
             TaskError: it needs what earlier passes had left.
         """
-        if not self._passes.is_second or not any(header.has_failed for header in headers):
+        if not self._passes.is_second or not headers.has_failed:
             return
         if not all(path.startswith("dataset(") for path in self._suspects):
             raise shared(depends_on(f"step {self._step}", self._suspects))
@@ -236,7 +236,7 @@ class StepAudit:
         self._first, self._is_given_up = None, True
         raise StepRepeated
 
-    def check(self, headers: Sequence[Header], scalars: list[float], workspace: Workspace) -> None:
+    def check(self, headers: Headers, scalars: list[float], workspace: Workspace) -> None:
         """Have a suspicious step done again, and compare the second time with the first.
 
         Args:
@@ -250,7 +250,7 @@ class StepAudit:
         """
         if self._passes.is_second:
             self._compare(_outcome(scalars, workspace))
-        elif any(header.is_suspicious for header in headers):
+        elif headers.is_suspicious:
             self._suspects = self._passes.suspects_of_all(self._runtime.transport)
             self._first = _outcome(scalars, workspace)
             self._passes.is_second = True

@@ -187,7 +187,7 @@ def find_lead(
     known: dict[str, Any] = {}
     if transport.rank == rank:
         known = {
-            "result": newest._asdict() if newest else None,
+            "result": newest.to_json() if newest else None,
             "metrics": progress.metrics,
             "arrays": progress.arrays,
         }
@@ -198,7 +198,7 @@ def find_lead(
         step=lead.step,
         committed=lead.committed,
         evaluated=lead.evaluated,
-        result=StepResult.from_json(known["result"]) if known["result"] else None,
+        result=StepResult(**known["result"]) if known["result"] else None,
         scores={name: Scores(values, arrays.get(name, {})) for name, values in metrics.items()},
         is_ahead=any((p.step, p.committed) < (lead.step, lead.committed) for p in positions),
         have_committed=[p.committed == lead.step for p in positions],

@@ -286,7 +286,7 @@ class Trainer:
     def _balance(self, result: StepResult) -> None:
         """Reassign microbatches by measured speed, every `balance_every` steps."""
         step = self._state.progress.step
-        proposal = self._microbatches.balance(step, result.times)
+        proposal = self._microbatches.balance(step, result)
         if proposal is not None:
             self._runtime.emit(
                 Rebalanced(

@@ -10,6 +10,7 @@ from lockstep.engine.assembly import Parts
 from lockstep.engine.optimizer.optimizer_state import OptimizerState
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Runtime
+from lockstep.engine.step.sums import StepResult
 from lockstep.engine.timing import Times
 from lockstep.engine.training_data import share_places
 from lockstep.errors import ConfigError, RankFailure, shared
@@ -112,13 +113,22 @@ class Balancer:
         """Whether it never proposes anything."""
         return not self._every or len(self.ranges) == 1
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the next step's times are looked at."""
+        return self._before is None or self._num_steps + 1 >= self._every
+
     def propose(self, times: Sequence[Times]) -> Proposal | None:
         """Count a step in; better ranges if there are any.
 
         Args:
-            times: seconds that each rank has spent so far, by kind of work.
+            times: seconds that each rank has spent so far, by kind of work; of no use unless it
+                `is_due`.
         """
         if self.is_idle:
+            return None
+        if not self.is_due:
+            self._num_steps += 1
             return None
         # Without communication, in which the fast ranks wait for the slow ones.
         spent = [t.compute_s + t.data_s for t in times]
@@ -126,8 +136,6 @@ class Balancer:
             self._before = spent
             return None
         self._num_steps += 1
-        if self._num_steps < self._every:
-            return None
         for rank, r in enumerate(self.ranges):
             seconds = (spent[rank] - self._before[rank]) / self._num_steps
             if len(r) and seconds > 0:
@@ -194,18 +202,20 @@ class Microbatches:
         self._balancer.restart(self._parts.placement.mesh.of_each_replica)
         self._assign(self._balancer.ranges, step, state)
 
-    def balance(self, step: int, times: Sequence[Times]) -> Proposal | None:
+    def balance(self, step: int, result: StepResult) -> Proposal | None:
         """Reassign microbatches by measured speed, if that gains enough; returns the assignment.
 
         Args:
             step: number of the next step, from 0.
-            times: seconds that each rank has spent so far, by kind of work.
+            result: result of the newest one.
         """
         if self._balancer.is_idle:
             return None
         # The ranks of a replica wait for one another inside a microbatch, so one of them is enough.
         mesh = self._parts.placement.mesh
-        proposal = self._balancer.propose([times[ranks[0]] for ranks in mesh.replicas])
+        times = result.rank_times() if self._balancer.is_due else []
+        firsts = mesh.replicas if times else []
+        proposal = self._balancer.propose([times[ranks[0]] for ranks in firsts])
         if proposal is None:
             return None
         of_ranks = mesh.of_ranks(proposal.ranges)

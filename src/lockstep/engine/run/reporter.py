@@ -304,7 +304,8 @@ class Reporter:
         # A phase that had no step since the last report has weights of 0.
         means = {name: total / weight for name, total, weight in pairs if weight}
         progress.trained = dict(means)
-        pairs_of_times = zip(result.times, self._times, strict=True)
+        times = result.rank_times()
+        pairs_of_times = zip(times, self._times, strict=True)
         spent = [after.since(before) for after, before in pairs_of_times]
         self._runtime.emit(
             StepDone(
@@ -321,7 +322,7 @@ class Reporter:
                 ranks=tuple(_rank_times(rank, times) for rank, times in enumerate(spent)),
             )
         )
-        self._times = result.times
+        self._times = times
         self._sums = [0.0] * len(self._sums)
         self._num_steps = self._samples = 0
         self._since = now

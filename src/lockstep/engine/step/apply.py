@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lockstep.comm.transport import GroupBroken
@@ -21,7 +21,7 @@ from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer
 from lockstep.engine.optimizer.learning_rates import LearningRates
 from lockstep.engine.passes.passes import Passes, StepParts
 from lockstep.engine.runtime import Raised
-from lockstep.engine.step.sums import STOP_REASONS, Header, StepResult, StepSums, Summed
+from lockstep.engine.step.sums import Headers, StepResult, StepSums, Summed
 from lockstep.engine.step.workspace import Workspace
 
 
@@ -104,10 +104,10 @@ class Apply:
             summed.scalars,
             lr,
             norm,
-            # The most urgent reason of all ranks: all see the same headers, so all agree.
-            max((h.stop_reason for h in summed.headers), key=STOP_REASONS.index),
-            [h.times for h in summed.headers],
-            any(h.grows for h in summed.headers),
+            # All see the same headers, so all agree.
+            summed.headers.stop_reason,
+            summed.headers.times,
+            summed.headers.grows,
         )
         return summed.result
 
@@ -154,15 +154,12 @@ class Apply:
             unit *= clip_norm / (norm + 1e-6)
         return unit
 
-    def _commit_buffers(
-        self, weight: float, headers: Sequence[Header], workspace: Workspace
-    ) -> None:
+    def _commit_buffers(self, weight: float, headers: Headers, workspace: Workspace) -> None:
         flat = self._state.flat
         if not flat.tensors and not self._state.num_counters:
             return
         sums = [flat.view(workspace.buffer_sums, entry) for entry in flat.entries]
-        counters = [int(max(column)) for column in zip(*(h.counters for h in headers), strict=True)]
-        self._state.commit(sums, weight, counters)
+        self._state.commit(sums, weight, headers.counters)
 
 
 class Reevaluation:

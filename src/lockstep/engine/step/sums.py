@@ -28,6 +28,8 @@ STOP_REASONS = (
 )  # fmt: skip
 """Why a run may be asked to end, by rising urgency; empty if it is not asked to."""
 
+_CARRY_LENGTH, _ASKED, _, _SETTINGS, _ORDER, _LOSS = range(3, 9)
+"""Places in what `Header.pack` makes."""
 _NUM_OWN = 9
 _NUM_FIXED = _NUM_OWN + len(Times._fields)
 
@@ -67,21 +69,73 @@ class Header(NamedTuple):
         )
         return [*map(float, own), *self.times, *self.counters]
 
-    @classmethod
-    def unpack(cls, values: Sequence[float]) -> Header:
-        """The inverse of `pack`."""
-        has_failed, stop, grows, length, asked, is_suspicious, *digests = values[:_NUM_OWN]
-        return cls(
-            bool(has_failed),
-            STOP_REASONS[int(stop)],
-            bool(grows),
-            Times._make(values[_NUM_OWN:_NUM_FIXED]),
-            tuple(values[_NUM_FIXED:]),
-            int(length),
-            int(asked),
-            bool(is_suspicious),
-            *map(int, digests),
-        )
+
+class Headers:
+    """The headers of all ranks, seen as a table: one by one they would take milliseconds.
+
+    Attributes:
+        has_failed: whether the task's code raised an exception on some rank.
+        stop_reason: the most urgent of all ranks.
+        grows: whether any rank knows of a new process that waits to join.
+        is_suspicious: whether some rank's passes have changed state.
+        times: what each rank has spent, float64 [ranks, kinds of `Times`].
+    """
+
+    def __init__(self, values: np.ndarray[Any, np.dtype[np.float64]]) -> None:
+        """Read them.
+
+        Args:
+            values: what `Header.pack` has made on each rank, [ranks, num_values].
+        """
+        self._values = values
+        is_alone = len(values) == 1
+        self._most: list[float] = (values[0] if is_alone else values.max(axis=0)).tolist()
+        self._least: list[float] = self._most if is_alone else values.min(axis=0).tolist()
+        has_failed, stop, self.grows, _, _, is_suspicious, *_ = self._most
+        self.has_failed, self.is_suspicious = bool(has_failed), bool(is_suspicious)
+        self.stop_reason = STOP_REASONS[int(stop)]
+        self.times = values[:, _NUM_OWN:_NUM_FIXED]
+
+    def __len__(self) -> int:
+        """The number of ranks."""
+        return len(self._values)
+
+    @property
+    def counters(self) -> list[int]:
+        """The greatest value of each integer buffer."""
+        return [int(value) for value in self._most[_NUM_FIXED:]]
+
+    @property
+    def carry_lengths(self) -> list[int]:
+        """`Header.carry_length` of each rank."""
+        return [int(value) for value in self._values[:, _CARRY_LENGTH].tolist()]
+
+    @property
+    def asked(self) -> int:
+        """What code has asked of the run's length on any rank."""
+        if self._most[_ASKED] == self._least[_ASKED]:
+            return int(self._most[_ASKED])
+        return int(np.bitwise_or.reduce(self._values[:, _ASKED].astype(int)))
+
+    @property
+    def have_same_settings(self) -> bool:
+        """Whether `Header.settings` is the same on all ranks."""
+        return self._most[_SETTINGS] == self._least[_SETTINGS]
+
+    @property
+    def have_same_order(self) -> bool:
+        """Whether `Header.order` is the same on all ranks that give it."""
+        return self._is_same(_ORDER)
+
+    @property
+    def have_same_loss(self) -> bool:
+        """Whether `Header.loss` is the same on all ranks that give it."""
+        return self._is_same(_LOSS)
+
+    def _is_same(self, column: int) -> bool:
+        if self._most[column] == self._least[column]:
+            return True
+        return len(np.unique(self._values[:, column]).nonzero()[0]) < 2
 
 
 def num_values(num_counters: int) -> int:
@@ -102,8 +156,8 @@ class StepResult(NamedTuple):
     grad_norm: float
     stop_reason: str
     """Why the run should end now, the same on all ranks; empty if it should not."""
-    times: list[Times]
-    """For each rank, where its time had gone when it sent its header."""
+    times: Sequence[Sequence[float]] | np.ndarray[Any, np.dtype[np.float64]]
+    """For each rank, where its time had gone when it sent its header: the fields of `Times`."""
     grows: bool
     """Whether a new process waits to join, the same on all ranks."""
 
@@ -116,10 +170,13 @@ class StepResult(NamedTuple):
         pairs = zip(names, self.scalars[::2], self.scalars[1::2], strict=True)
         return {name: total / weight for name, total, weight in pairs if weight}
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> StepResult:
-        """The inverse of `_asdict`, after a journey as JSON."""
-        return cls(**values | {"times": [Times(*times) for times in values["times"]]})
+    def rank_times(self) -> list[Times]:
+        """What each rank has spent; not for every step, for ranks may be many."""
+        return [Times(*times) for times in np.asarray(self.times).tolist()]
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object; `StepResult(**values)` is the inverse."""
+        return self._asdict() | {"times": np.asarray(self.times).tolist()}
 
 
 @dataclass
@@ -133,7 +190,7 @@ class Summed:
     """
 
     scalars: list[float]
-    headers: list[Header]
+    headers: Headers
     result: StepResult | None = None
 
 
@@ -163,7 +220,7 @@ class StepSums:
         is_suspicious: bool = False,
         settings: int = 0,
         order: int = 0,
-    ) -> list[Header]:
+    ) -> Headers:
         """The canonical sum over all ranks, and every rank's header.
 
         Args:
@@ -188,12 +245,12 @@ class StepSums:
             order=order,
             loss=self._passes.loss_digest,
         )
-        headers, reduction = [own], workspace.reduction
+        headers, reduction = None, workspace.reduction
         travels = runtime.transport.size > 1
         if self._placement.are_coupled:
             headers = self._headers(own)
             # No rank sums then, or a column without a failed rank would, and the others not.
-            if any(h.has_failed for h in headers):
+            if headers.has_failed:
                 return headers
             travels = False
         if not isinstance(reduction, Rounds):  # these have summed by now
@@ -201,30 +258,30 @@ class StepSums:
                 _fill(reduction.header, own.pack())
             reduction.reduce()
             if travels:
-                # One `tolist` for all: on a GPU each item would be a message and a wait.
-                headers = [Header.unpack(values) for values in reduction.headers().tolist()]
+                # One copy for all: on a GPU each item would be a message and a wait. And the next
+                # step's headers come into the same memory.
+                headers = Headers(np.array(reduction.headers().numpy(force=True)))
+        if headers is None:
+            headers = Headers(np.array([own.pack()]))
         self._note_asked(own, headers)
         workspace.spread_scalars()
         self._watch.communication_s += self._watch.lap()
         return headers
 
-    def _note_asked(self, own: Header, headers: list[Header]) -> None:
+    def _note_asked(self, own: Header, headers: Headers) -> None:
         """Know what code has asked for on any rank, also if that rank is lost afterwards."""
-        bits = 0
-        for header in headers:
-            bits |= header.asked
         # In most steps there is nothing to add.
-        if bits != own.asked and self._asked is not None:
-            self._asked.add_bits(bits)
+        if headers.asked != own.asked and self._asked is not None:
+            self._asked.add_bits(headers.asked)
 
-    def _headers(self, own: Header) -> list[Header]:
+    def _headers(self, own: Header) -> Headers:
         """The headers of all ranks, in a message of their own, which comes before the sums."""
         world, packed = self._placement.world, own.pack()
         values = torch.empty(len(packed), dtype=torch.float64, device=self._runtime.device)
         _fill(values, packed)
         everyone = values.new_empty(world.size * len(values))
         world.all_gather(values, everyone, [len(values)] * world.size)
-        return [Header.unpack(values) for values in everyone.view(world.size, -1).tolist()]
+        return Headers(everyone.view(world.size, -1).numpy(force=True))
 
     def norm(self, step: int, weight: float, workspace: Workspace, flat: FlatTensors) -> float:
         """The norm of the mean gradient.
@@ -244,10 +301,10 @@ class StepSums:
         return norm
 
     def check(
-        self, step: int, error: Raised | None, headers: list[Header], scalars: list[float]
+        self, step: int, error: Raised | None, headers: Headers, scalars: list[float]
     ) -> None:
         """Turn what went wrong on any rank into the same error on all."""
-        if any(h.has_failed for h in headers):
+        if headers.has_failed:
             # An interrupted backward pass has left partial gradients and half-finished hooks.
             self._passes.restart()
             failure = shared_error(self._runtime.transport, error)

@@ -31,7 +31,7 @@ from lockstep.engine.runtime import Raised, Runtime
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.step.apply import Apply, Reevaluation
 from lockstep.engine.step.model import Optimization, SlicedParameters, StepChecks, TrainedModel
-from lockstep.engine.step.sums import Header, StepResult, StepSums, Summed, num_values
+from lockstep.engine.step.sums import Headers, StepResult, StepSums, Summed, num_values
 from lockstep.engine.step.workspace import Workspace
 from lockstep.engine.tables.step_tables import Tables
 from lockstep.engine.task.task_config import length_reads
@@ -241,7 +241,7 @@ class TrainStep:
             # parameters and state of an optimizer, and no older version need be kept.
             self.workspace.exchange_slices()
         if self.carries is not None:
-            self.carries.send_copies(step, [header.carry_length for header in summed.headers])
+            self.carries.send_copies(step, summed.headers.carry_lengths)
             watch.communication_s += watch.lap()
         if self.tables is not None:
             self.tables.reduce(step)
@@ -252,22 +252,22 @@ class TrainStep:
             # them had applied it.
             self._apply.summed = summed
 
-    def _check_settings(self, step: int, headers: Sequence[Header]) -> None:
+    def _check_settings(self, step: int, headers: Headers) -> None:
         """Refuse to step with other learning rates, options or samples than other ranks."""
-        if len({header.order for header in headers if header.order}) > 1:
+        if not headers.have_same_order:
             text = (
                 f"step {step}: Task.epoch_indices gave other indices on other ranks; it must "
                 "depend on the epoch and the generator that it is given, and on what "
                 "Task.after_step has set"
             )
             raise shared(TaskError(text))
-        if self.rounds_alike and len({header.loss for header in headers if header.loss}) > 1:
+        if self.rounds_alike and not headers.have_same_loss:
             text = (
                 f"step {step}: Task.batch_loss gave another loss on other ranks, of the same "
                 "outputs; it must depend on what it is given, and on what Task.after_step has set"
             )
             raise shared(TaskError(text))
-        if any(header.settings != headers[0].settings for header in headers):
+        if not headers.have_same_settings:
             everyone = self._runtime.transport.gather_json(self.rates.described())
             raise shared(TaskError(f"step {step}: {unequal_settings(everyone)}"))
 

@@ -73,35 +73,39 @@ def host_nodes(nodes: Sequence[Node], num_leaves: int) -> Merged:
     return Merged(left, runs, [counts[run.slice] for run in runs])
 
 
-def shares(slices: Sequence[Range], hosts: Sequence[Range]) -> list[list[Range]]:
-    """The elements that each rank works on for its host.
+def shares(slices: Sequence[Range], hosts: Sequence[Range], own: Range) -> list[list[Range]]:
+    """The elements that each rank of a host works on for it.
 
     Args:
         slices: elements of a segment that each rank owns: whole blocks, in order.
         hosts: the ranks of each host.
+        own: those of the host that is meant.
 
     Returns:
-        For each rank and each host, which of the elements that the ranks of that host own. Of its
-        own host's, these are the elements that it owns itself.
+        For each of its ranks and each host, which of the elements that the ranks of that host own.
+        Of its own host's, these are the elements that it owns itself.
     """
-    regions = [Range(slices[h.first].first, slices[h.last - 1].last) for h in hosts]
-    found: list[list[Range]] = []
-    for host in hosts:
-        parts = [split_blocks(region, len(host)) for region in regions]
-        found += [[part[number] for part in parts] for number in range(len(host))]
-    return found
+    parts = [split_blocks(_region(slices, host), len(own)) for host in hosts]
+    return [[part[number] for part in parts] for number in range(len(own))]
+
+
+def _region(slices: Sequence[Range], host: Range) -> Range:
+    """The elements that the ranks of a host own."""
+    return Range(slices[host.first].first, slices[host.last - 1].last)
 
 
 class Cut(NamedTuple):
     """Elements of a segment that travel at a time.
 
     Attributes:
-        worked: for each rank of this host, those that it works on, by the rank that owns them.
+        worked: for each rank of this host, those that it works on, in order; no empty ranges.
+        taken: those that this rank works on, by the rank that owns them.
         own: those that this rank owns.
         given: of these, those that each rank works on.
     """
 
     worked: list[list[Range]]
+    taken: list[Range]
     own: Range
     given: list[Range]
 
@@ -115,14 +119,32 @@ def cut(parts: Sequence[Range], hosts: Sequence[Range], slices: Sequence[Range],
         slices: elements that each rank owns.
         rank: the rank.
     """
-    host_of = [number for number, ranks in enumerate(hosts) for _ in range(len(ranks))]
-    by_rank = shares(slices, hosts)
-    worked = [
-        [by_rank[q][host_of[r]].common(part) for r, part in enumerate(parts)]
-        for q in range(*hosts[host_of[rank]])
-    ]
-    given = [own[host_of[rank]].common(parts[rank]) for own in by_rank]
-    return Cut(worked, parts[rank], given)
+    own = next(ranks for ranks in hosts if rank in range(*ranks))
+    by_rank = shares(slices, hosts, own)
+    worked, taken = [], [_NOTHING]
+    for number, of_hosts in enumerate(by_rank):
+        by_owner = [
+            _common(share, part)
+            for ranks, share in zip(hosts, of_hosts, strict=True)
+            for part in parts[ranks.slice]
+        ]
+        worked.append([part for part in by_owner if part is not _NOTHING])
+        if number == rank - own.first:
+            taken = by_owner
+    # Of each other host, the parts of this one's region alone: all of them would be too many.
+    region, mine = _region(slices, own), parts[rank]
+    by_size = {num: split_blocks(region, num) for num in set(map(len, hosts))}
+    given = [_common(share, mine) for ranks in hosts for share in by_size[len(ranks)]]
+    return Cut(worked, taken, mine, given)
+
+
+_NOTHING = Range(0, 0)
+"""One for all: among many ranks, most have nothing for one another at a time."""
+
+
+def _common(one: Range, other: Range) -> Range:
+    first, last = max(one.first, other.first), min(one.last, other.last)
+    return Range(first, last) if first < last else _NOTHING
 
 
 @dataclass(frozen=True)

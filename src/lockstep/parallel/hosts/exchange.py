@@ -2,7 +2,7 @@
 
 all-gather inside      the nodes of a host's ranks
 sum                    the host's nodes, on its first rank
-all-to-all             of first ranks: every host's nodes              P (H-1) for each host
+all-gather             of first ranks: every host's nodes              P (H-1) for each host
 tree-sum               of all hosts' nodes, on each first rank
 broadcast inside       the sum, and the headers of all ranks
 
@@ -27,7 +27,14 @@ from torch import Tensor
 
 from lockstep.comm.shared_memory import SharedMemory
 from lockstep.comm.transport import Transport, offsets
-from lockstep.parallel.exchange import Exchange, ExchangePlan, add_up, receive_nodes
+from lockstep.parallel.exchange import (
+    FEW_NODES,
+    Exchange,
+    ExchangePlan,
+    LevelSum,
+    add_up,
+    receive_nodes,
+)
 from lockstep.parallel.fold import Arena, ArenaLayout, Row, buckets
 from lockstep.parallel.hosts import Cut, Hosts, Merged, cut, host_nodes, shares
 from lockstep.parallel.hosts.inside import Inside, meet_inside, spread_inside
@@ -58,12 +65,8 @@ class NodesByHost(Exchange):
         self._outgoing = plan.arena.message(plan.num_nodes[rank])
         self._incoming, arenas = layout.allocate(num_nodes, plan.device)
         self._counts = [layout.num_bytes(num) for num in num_nodes]
-        self._bytes_to, self._bytes_from = [0] * size, [0] * size
+        self._firsts = [ranks.first for ranks in hosts.ranges]
         self._first = _First(plan, hosts, arenas) if rank == own.first else None
-        if self._first is not None:
-            for ranks, num_bytes in zip(hosts.ranges, self._first.num_bytes, strict=True):
-                self._bytes_to[ranks.first] = len(self._first.outgoing)
-                self._bytes_from[ranks.first] = num_bytes
         _, [self._result] = _with_headers_of(layout, size).allocate([1], plan.device)
         self._spread = self._result.message(1)
         self._nothing = self._spread[:0]
@@ -75,13 +78,10 @@ class NodesByHost(Exchange):
         if first is not None:
             first.add_up_own()
         self._at("between")
-        outgoing, incoming = self._nothing, self._nothing
-        if first is not None:
-            outgoing, incoming = first.outgoing, first.incoming
-        # Called by all ranks, though most have nothing to send; these wait for nobody over MPI.
-        zeros = [0] * self._transport.size
-        self._transport.all_to_all(outgoing, self._bytes_to, zeros, incoming, self._bytes_from)
-        if first is not None:
+        if first is None:
+            self._transport.gather_among(self._nothing, self._firsts, [0] * len(self._firsts))
+        else:
+            self._transport.gather_among(first.incoming, self._firsts, first.num_bytes)
             first.add_up_all(self._result)
         self._hosts.spread(self._spread)
         self.total.copy_(self._result.rows[0])
@@ -96,9 +96,8 @@ class _First:
     """What the first rank of a host does for the others.
 
     Attributes:
-        outgoing: headers and nodes of this host.
-        incoming: those of all hosts.
-        num_bytes: of the message of each host.
+        incoming: headers and nodes of all hosts.
+        num_bytes: of those of each host.
     """
 
     def __init__(self, plan: ExchangePlan, hosts: Hosts, arenas: Sequence[Arena]) -> None:
@@ -108,16 +107,21 @@ class _First:
         self._rows = [row for arena in arenas for row in arena.rows]
         layouts = [_with_headers_of(plan.layout, len(ranks)) for ranks in hosts.ranges]
         counts = [len(host.nodes) for host in of_hosts]
-        num_own, layout = len(self._own.nodes), _with_headers_of(plan.layout, len(arenas))
-        _, [self._outbox] = layout.allocate([num_own], plan.device)
-        self.outgoing = self._outbox.message(num_own)
         self.num_bytes = [lay.num_bytes(n) for lay, n in zip(layouts, counts, strict=True)]
         self.incoming = torch.zeros(sum(self.num_bytes), dtype=torch.uint8, device=plan.device)
         parts = zip(layouts, torch.split(self.incoming, self.num_bytes), counts, strict=True)
         self._hosts = [Arena(*part) for part in parts]
+        self._by_level: LevelSum | None = None
+        if len(self._plan) > FEW_NODES:
+            firsts = zip(offsets(self.num_bytes), layouts, counts, strict=True)
+            starts = [
+                first + lay.num_bytes(node) for first, lay, num in firsts for node in range(num)
+            ]
+            self._by_level = LevelSum(plan.layout, self.incoming, starts, self._plan)
+        self._outbox = self._hosts[hosts.of_rank[plan.transport.rank]]
 
     def add_up_own(self) -> None:
-        """Fill `outgoing`: the nodes of this host's ranks, as far as they add up."""
+        """Fill this host's part: the nodes of its ranks, as far as they add up."""
         torch.cat(self._headers, out=self._outbox.header)
         for row, run, plan in zip(self._outbox.rows, self._own.runs, self._own.plans, strict=True):
             row.copy_(add_up(self._rows[run.slice], plan))
@@ -125,6 +129,10 @@ class _First:
     def add_up_all(self, result: Arena) -> None:
         """Add up `incoming` into the first row of an arena, whose header gets all headers."""
         torch.cat([host.header for host in self._hosts], out=result.header)
+        if self._by_level is not None:
+            self._by_level.run()
+            result.rows[0].copy_(self._by_level.total)
+            return
         rows = [row for host in self._hosts for row in host.rows]
         result.rows[0].copy_(add_up(rows, self._plan))
 
@@ -169,7 +177,7 @@ class SlicesByHost(Exchange):
         self._outbox = replace(plan.without_segments(), at=lambda moment: None)
         self._small = NodesByHost(self._outbox, hosts, Row([], self.total.scalars))
         segments = plan.layout.segments
-        self._shares = [shares(of, hosts.ranges)[self._own_ranks.slice] for of in plan.slices]
+        self._shares = [shares(of, hosts.ranges, self._own_ranks) for of in plan.slices]
         self._cuts = [
             [
                 cut(parts, hosts.ranges, of, rank)
@@ -207,7 +215,7 @@ class SlicesByHost(Exchange):
         """Add up a part of the slice that this rank owns, over all hosts."""
         transport, total = self._plan.transport, self.total.segments[segment]
         own_nodes = inside.host_nodes(segment, part.worked)
-        counts = [len(r) for r in part.worked[transport.rank - self._own_ranks.first]]
+        counts = [len(r) for r in part.taken]
         self._plan.at("between")
         nodes = receive_nodes(
             transport,
@@ -233,12 +241,9 @@ def give_back(transport: Transport, hosts: Hosts, flat: Tensor, part: Cut) -> No
         part: elements that are meant.
     """
     rank, host_of = transport.rank, hosts.of_rank
-    first = hosts.ranges[host_of[rank]].first
     is_other = [host != host_of[rank] for host in host_of]
-    wanted = [
-        r if other else Range(r.first, r.first)
-        for r, other in zip(part.worked[rank - first], is_other, strict=True)
-    ]
+    nothing = Range(0, 0)
+    wanted = [r if other else nothing for r, other in zip(part.taken, is_other, strict=True)]
     counts = [len(r) for r in wanted]
     received = flat.new_empty(sum(counts))
     transport.all_to_all(
@@ -248,8 +253,10 @@ def give_back(transport: Transport, hosts: Hosts, flat: Tensor, part: Cut) -> No
         received,
         counts,
     )
-    for (start, last), theirs in zip(wanted, torch.split(received, counts), strict=True):
-        flat[start:last] = theirs
+    place = 0
+    for start, last in filter(len, wanted):
+        flat[start:last] = received[place : place + last - start]
+        place += last - start
 
 
 def gather_slices_by_host(
@@ -265,4 +272,4 @@ def gather_slices_by_host(
     """
     own = hosts.ranges[hosts.of_rank[transport.rank]]
     give_back(transport, hosts, flat, cut(slices, hosts.ranges, slices, transport.rank))
-    spread_inside(hosts.inside, flat, shares(slices, hosts.ranges)[own.slice])
+    spread_inside(hosts.inside, flat, shares(slices, hosts.ranges, own))

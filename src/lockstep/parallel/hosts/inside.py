@@ -69,7 +69,7 @@ class InMessages(Inside):
         nodes = receive_nodes(
             self._transport,
             [
-                torch.cat([row[a:b] for ranges in worked for a, b in ranges])
+                torch.cat([row[:0], *(row[a:b] for ranges in worked for a, b in ranges)])
                 for row in rows[: self._num_nodes[rank]]
             ],
             self._num_nodes,
