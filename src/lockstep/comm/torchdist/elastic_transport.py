@@ -353,7 +353,7 @@ class ElasticTransport(GroupTransport):
         if self.name == "nccl":
             # `wait` returns at once; and what was aborted ends as if all were well.
             work.wait()
-            torch.cuda.current_stream(self.device).synchronize()
+            torch.accelerator.current_stream(self.device).synchronize()
             if self._supervision.is_lost():
                 raise GenerationLost("a rank died")
             return

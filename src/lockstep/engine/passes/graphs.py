@@ -377,9 +377,10 @@ class WholePasses:
 
 def whole_passes(parts: StepParts, backward: Backward) -> WholePasses | None:
     """What computes microbatches on a GPU, if each has one forward and one backward pass."""
-    capture = capture_on(parts.runtime.device)
-    if capture is None or _divided(parts.config, parts.compute, parts.model):
+    device = parts.runtime.device
+    if device.type == "cpu" or _divided(parts.config, parts.compute, parts.model):
         return None
+    capture = capture_on(device)
     if reason_against(parts.config, parts.compute, parts.model, parts.task_state):
         capture = None
     return WholePasses(parts, backward, capture)
