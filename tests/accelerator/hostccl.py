@@ -104,7 +104,7 @@ class HostcclGroup(dist.ProcessGroup):
         """See torch."""
         return self._start(source, tensors, lambda t: self._gloo.recv([t], source, tag))
 
-    def barrier(self, *_: Any) -> HostWork:
+    def barrier(self, *_: Any, **__: Any) -> HostWork:
         """See torch."""
         one = torch.zeros(1, device=torch.accelerator.current_accelerator())
         work = self._start("all", [one], lambda t: self._gloo.allreduce([t]))

@@ -23,6 +23,11 @@
 #include <set>
 #include <vector>
 
+namespace at::autocast {  // of ATen/autocast_mode.h, which takes long to compile
+TORCH_API at::Tensor cached_cast(at::ScalarType, const at::Tensor&, c10::DeviceType);
+TORCH_API at::ScalarType get_autocast_dtype(c10::DeviceType);
+}  // namespace at::autocast
+
 namespace {
 
 constexpr auto kDevice = c10::DeviceType::PrivateUse1;
@@ -508,6 +513,46 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&on_cpu>());
 }
 
+// Mixed precision: what the CPU's autocast computes in a lower one; with it, the rest in float32.
+const std::set<std::string> lower = {
+    "aten::conv1d", "aten::conv2d", "aten::conv3d", "aten::bmm", "aten::mm", "aten::baddbmm",
+    "aten::addmm", "aten::addbmm", "aten::linear", "aten::matmul", "aten::conv_transpose1d",
+    "aten::conv_transpose2d", "aten::conv_transpose3d", "aten::scaled_dot_product_attention"};
+const std::set<std::string> widest = {"aten::stack", "aten::cat", "aten::index_copy"};
+
+void in_precision(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::AutocastPrivateUse1);
+  const auto& name = op.schema().name();
+  auto type = lower.count(name) ? at::autocast::get_autocast_dtype(kDevice) : at::kFloat;
+  auto is_meant = [](const at::Tensor& t) {
+    return t.defined() && t.is_privateuseone() && t.is_floating_point() && t.scalar_type() != at::kDouble;
+  };
+  const auto first = stack->size() - op.schema().arguments().size();
+  if (widest.count(name)) {
+    std::set<at::ScalarType> types;
+    for (size_t n = first; n < stack->size(); ++n)
+      if ((*stack)[n].isTensorList())
+        for (const at::Tensor& t : (*stack)[n].toTensorVector()) types.insert(t.scalar_type());
+    if (types.size() < 2) return op.callBoxed(stack);
+  }
+  for (size_t n = first; n < stack->size(); ++n) {
+    auto& value = (*stack)[n];
+    if (value.isTensor() && is_meant(value.toTensor())) {
+      value = at::autocast::cached_cast(type, value.toTensor(), kDevice);
+    } else if (value.isTensorList()) {
+      c10::List<at::Tensor> cast;
+      for (const at::Tensor& t : value.toTensorVector())
+        cast.push_back(is_meant(t) ? at::autocast::cached_cast(type, t, kDevice) : t);
+      value = cast;
+    }
+  }
+  op.callBoxed(stack);
+}
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFallthrough());
+}
+
 // For backends that move tensors: they do not wait for the stream, and know when to.
 TORCH_LIBRARY(hostgpu, m) {
   m.def("host_view(Tensor(a) tensor) -> Tensor(a)");
@@ -521,18 +566,23 @@ TORCH_LIBRARY_IMPL(hostgpu, PrivateUse1, m) {
 void register_rest() {
   static torch::Library library(
       torch::Library::IMPL, "aten", std::make_optional(kKey), __FILE__, __LINE__);
+  static torch::Library autocast(
+      torch::Library::IMPL, "aten", std::make_optional(c10::DispatchKey::AutocastPrivateUse1),
+      __FILE__, __LINE__);
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
     if (name.getNamespace() != "aten") continue;
     auto op = dispatcher.findOp(name);
-    if (!op || !op->hasSchema() || op->hasKernelForDispatchKey(kKey)) continue;
+    if (!op || !op->hasSchema()) continue;
+    auto full = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+    if (op->hasKernelForDispatchKey(c10::DispatchKey::AutocastCPU))
+      autocast.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&in_precision>());
+    if (op->hasKernelForDispatchKey(kKey)) continue;
     bool is_composite =
         op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
         op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
-    if (is_composite && op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) {
-      auto full = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+    if (is_composite && op->hasKernelForDispatchKey(c10::DispatchKey::CPU))
       library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&on_cpu>());
-    }
   }
 }
 
