@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,14 +21,10 @@ load("_hostgpu", [sys.argv[1]], build_directory=sys.argv[2], extra_cflags=["-O1"
 """
 
 
-def surroundings(**variables: str) -> dict[str, str]:
-    """Variables of processes in which torch has `hostgpu`, and others; builds it if need be."""
-    folders = [str(built()), str(HERE), os.environ.get("PYTHONPATH", "")]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
-        **variables,
-    }
+def surroundings(variables: Mapping[str, str]) -> dict[str, str]:
+    """Variables of a process, with those by which its torch has `hostgpu`; builds it if need be."""
+    folders = [str(built()), str(HERE), variables.get("PYTHONPATH", "")]
+    return {**variables, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 def built() -> Path:

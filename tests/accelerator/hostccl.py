@@ -112,9 +112,7 @@ class HostcclGroup(dist.ProcessGroup):
         torch.accelerator.synchronize()
         return work
 
-    def _start(
-        self, key: object, tensors: Sequence[Tensor], call: Callable[..., Any]
-    ) -> HostWork:
+    def _start(self, key: object, tensors: Sequence[Tensor], call: Callable[..., Any]) -> HostWork:
         for tensor in tensors:
             if tensor.device.type != "hostgpu":
                 raise RuntimeError(f"No backend type associated with device type {tensor.device}")

@@ -10,7 +10,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
-#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <pthread.h>
 #include <pybind11/pybind11.h>
@@ -365,8 +365,7 @@ void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (waiting.count(schema.name())) wait(schema.name());
   if (indexing.count(schema.name()))
     for (const auto& t : (*stack)[first + 1].toOptionalTensorVector())
-      if (t && t->defined() && (t->scalar_type() == at::kBool || !t->is_privateuseone()))
-        wait(schema.name());
+      if (t && t->defined() && !t->is_privateuseone()) wait(schema.name());
   for (size_t n = 0; n < num; ++n) {
     auto& value = (*stack)[first + n];
     const auto& type = *schema.arguments()[n].type();
@@ -493,6 +492,17 @@ int64_t attention(
   return 0;
 }
 
+// As on the CPU: torch has another for accelerators, whose kernel of the CPU takes the CPU's generator.
+at::Tensor dropout(const at::Tensor& input, double p, bool train) {
+  if (!train || p == 0 || input.numel() == 0) return input;
+  if (p == 1) return input.mul(at::empty_like(input).zero_());
+  return input.mul(at::empty_like(input).bernoulli_(1 - p).div_(1 - p));
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  m.impl("dropout", &dropout);
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_cpu>());
 }
@@ -508,6 +518,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", &set_storage);
   m.impl("set_.source_Tensor", &set_tensor);
   m.impl("_fused_sdp_choice", &attention);
+  m.impl("dropout", &dropout);
   // They choose among kernels by device.
   for (const char* name : {"convolution", "convolution_backward", "_convolution"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&on_cpu>());

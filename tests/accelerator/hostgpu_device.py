@@ -40,8 +40,8 @@ def _create_group(options: Any, more: Any) -> Any:
 
 def _say_where(why: str) -> None:
     lines = [f"{f.filename}:{f.lineno}" for f in traceback.extract_stack()]
-    own = [line for line in lines if "/lockstep/" in line]
-    print(f"WAIT {why} {' < '.join(own[:-4:-1])}", file=sys.stderr, flush=True)
+    own = [line for line in lines if "/lockstep/" in line or "/torch/optim" in line]
+    print(f"WAIT {why} {' < '.join(own[:-8:-1])}", file=sys.stderr, flush=True)
 
 
 def module_of(extension: ModuleType) -> ModuleType:
