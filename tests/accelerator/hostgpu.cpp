@@ -573,6 +573,15 @@ TORCH_LIBRARY_IMPL(hostgpu, PrivateUse1, m) {
   m.impl("host_view", &host_view);
 }
 
+// Copies conjugate and negate by themselves.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
 // What has a kernel of the CPU beside one for any device is computed by that of the CPU.
 void register_rest() {
   static torch::Library library(
