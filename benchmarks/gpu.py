@@ -1,7 +1,10 @@
 """One process on a GPU: whether runs end with the same bits, and what a step costs.
 
     python -m benchmarks.gpu              # writes docs/benchmarks/gpu.md and gpu.json
-    python -m benchmarks.gpu --dry-run    # every case, small, on the CPU; writes nothing
+    python -m benchmarks.gpu --dry-run    # every case, small, without a GPU; writes nothing
+
+A dry run computes on the accelerator of host memory that the tests have (`tests/accelerator`), with
+small models in place of large ones.
 
 Needs torch with CUDA and Lockstep's own dependencies; takes about 5 minutes.
 """
@@ -30,7 +33,7 @@ from processes import Failed, Program, Result, Spread, measured
 
 DOCS = Path(__file__).parent.parent / "docs" / "benchmarks"
 _LOCKSTEP = (sys.executable, "-m", "lockstep")
-_TIMEOUT_S = 120
+_TIMEOUT_S = 300
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Loop:
             (1, 2, 4, …, 64) lie in the warm-up.
         dtype: of autocast.
         target: the least ratio of steps a second, Lockstep's to the plain loop's.
+        stand_in: the model of a dry run.
     """
 
     model: str
@@ -74,22 +78,34 @@ class Loop:
     steps: int
     dtype: str = "fp32"
     target: float = 0.95
+    stand_in: str = "mlp_small"
 
 
 _LOOPS = {
     "perceptron, 9,345 parameters, batch 64": Loop("mlp_small", 64, 300, target=3.0),
-    "perceptron, 802,314 parameters, batch 256": Loop("mlp_0p8m", 256, 200, target=3.0),
-    "transformer, 26.9 M parameters, batch 8 x 64": Loop("transformer_27m", 8, 100),
-    "GPT-2, 124 M parameters, bf16, batch 8 x 1,024": Loop("gpt_124m", 8, 70, "bf16"),
+    "perceptron, 802,314 parameters, batch 256": Loop(
+        "mlp_0p8m", 256, 200, target=3.0, stand_in="mlp_0p8m"
+    ),
+    "transformer, 26.9 M parameters, batch 8 x 64": Loop(
+        "transformer_27m", 8, 100, stand_in="transformer_tiny"
+    ),
+    "GPT-2, 124 M parameters, bf16, batch 8 x 1,024": Loop(
+        "gpt_124m", 8, 70, "bf16", stand_in="gpt_tiny"
+    ),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--dry-run", action="store_true", help="on the CPU, with few steps")
+    parser.add_argument("--dry-run", action="store_true", help="without a GPU, with few steps")
     args = parser.parse_args()
-    device = "cpu" if args.dry_run else "cuda"
+    device = "cuda"
+    if args.dry_run:
+        from tests.accelerator import surroundings
+
+        os.environ.update(surroundings(os.environ))  # of the programs that are started
+        device = "accelerator"
     if device == "cuda" and not torch.cuda.is_available():
         sys.exit("torch sees no GPU: run it where there is one, or with --dry-run")
     facts = _facts(device)
@@ -122,7 +138,7 @@ def _same_bits(device: str, is_dry: bool) -> Section:
         "resumed. Systems run side by side.",
         ("system", "graphs", "no graphs", "killed and resumed", "test or validation"),
     )
-    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor() as pool:
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2 if is_dry else None) as pool:
         ends = pool.map(
             lambda item: _three_ends(item[1], device, is_dry, Path(name) / str(item[0])),
             enumerate(_TRAININGS.values()),
@@ -143,8 +159,8 @@ def _same_bits(device: str, is_dry: bool) -> Section:
 def _three_ends(
     training: Training, device: str, is_dry: bool, folder: Path
 ) -> list[dict[str, Any]]:
-    steps = 10 if is_dry else training.steps
-    keys = (f"device={device}", f"steps={steps}", f"checkpoint.every={steps // 10}")
+    steps = 4 if is_dry else training.steps
+    keys = (f"device={device}", f"steps={steps}", f"checkpoint.every={max(steps // 10, 1)}")
     argv = [*_LOCKSTEP, "train", *training.recipe, *keys]
     return [
         _ended(argv, folder / "first"),
@@ -209,12 +225,11 @@ def _speed(device: str, rounds: int, is_dry: bool) -> Section:
         ("model", "plain loop", "no graphs", "graphs", "ratio"),
     )
     for text, loop in _LOOPS.items():
-        if is_dry and loop.model != "mlp_small":
-            continue
-        steps = 20 if is_dry else loop.steps
+        steps, batch = (3, 2) if is_dry else (loop.steps, loop.batch)
         arguments = (
-            "--model", loop.model, "--batch", str(loop.batch), "--steps", str(steps),
-            "--warmup", str(steps), "--repeats", "3", "--device", device, "--dtype", loop.dtype,
+            "--model", loop.stand_in if is_dry else loop.model, "--batch", str(batch),
+            "--steps", str(steps), "--warmup", str(steps), "--repeats", "3",
+            "--device", device, "--dtype", loop.dtype,
         )  # fmt: skip
         found = _in_turn(arguments, 1 if is_dry else rounds)
         if isinstance(found, str):

@@ -66,7 +66,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="threads per rank")
     parser.add_argument("--num-microbatches", type=int, help="as many as ranks by default")
     parser.add_argument("--checkpoint-every", type=int, help="steps; none by default")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or accelerator")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of autocast")
     parser.add_argument("--no-graphs", action="store_true", help="launch each kernel by itself")
     return parser.parse_args()

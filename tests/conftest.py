@@ -34,7 +34,7 @@ WARM = {}
 """Environment variables with which interpreters start in a forked process."""
 
 
-_ALONE = ("campaigns", "cli", "comm", "distributed", "lab", "launching", "slurm")
+_ALONE = ("accelerator", "campaigns", "cli", "comm", "distributed", "lab", "launching", "slurm")
 """Folders of tests that start ranks or watch the time: never two of them at once."""
 
 _PATIENT = {"local", "torchrun"}

@@ -29,13 +29,15 @@ def arguments(description: str | None, *flags: str) -> argparse.Namespace:
     parser.add_argument("--repeats", type=_positive, default=5, help="the median is printed")
     parser.add_argument("--threads", type=_positive, default=1, help="threads per rank")
     parser.add_argument("--fused", action="store_true", help="Adam(fused=True)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or accelerator")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of autocast")
     for flag in flags:
         parser.add_argument(flag, action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    if args.device == "cuda":
+    if args.device == "accelerator":
+        args.device = str(torch.accelerator.current_accelerator())
+    if args.device != "cpu":
         _ask_for_the_same_bits()
     return args
 
@@ -51,8 +53,8 @@ def _ask_for_the_same_bits() -> None:
 
 def wait_for(device: str) -> None:
     """Return when the device has done all that it was given."""
-    if device == "cuda":
-        torch.cuda.synchronize()
+    if device != "cpu":
+        torch.accelerator.synchronize()
 
 
 def world() -> tuple[int, int]:

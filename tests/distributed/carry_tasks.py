@@ -48,7 +48,8 @@ class Read(ls.Task):
         return TensorDataset(rows) if split in ("train", "val") else None
 
     def carry(self, model, batch):
-        return {"memory": torch.randn(1, len(batch[0]), 12), "seen": [], "steps": 0}
+        memory = torch.randn(1, len(batch[0]), 12, device=batch[0].device)
+        return {"memory": memory, "seen": [], "steps": 0}
 
     def loss(self, model, batch, carry):
         (tokens,) = batch

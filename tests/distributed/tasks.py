@@ -76,7 +76,7 @@ class Shrink(ls.Hook):
         with torch.no_grad():
             for name, parameter in run.model.named_parameters():
                 if name.endswith("bias"):
-                    parameter.add_(0.001 * torch.randn(parameter.shape))
+                    parameter.add_(0.001 * torch.randn(parameter.shape).to(parameter.device))
 
 
 class Count(ls.Hook):
@@ -141,7 +141,8 @@ class Everything(ls.Task):
             self.average = 0.9 * self.average + model.student[-1].bias.detach().mean()
             with torch.no_grad():
                 model.student[-1].weight *= 0.999
-                model.teacher.weight += 0.01 * torch.randn(model.teacher.weight.shape)
+                noise = torch.randn(model.teacher.weight.shape)
+                model.teacher.weight += 0.01 * noise.to(model.teacher.weight.device)
                 model.teacher.bias.lerp_(model.student[-1].bias, 0.1)
 
     def state_dict(self):
@@ -188,6 +189,7 @@ class Everything(ls.Task):
             self.count += 1
         if self.config.teacher:
             noise = torch.randn(images.shape, generator=ls.generator(), dtype=images.dtype)
+            noise = noise.to(images.device)
             images = images + 0.01 * (1 + self.count) * noise * (1 + self.average)
         logits = model(images)
         if self.config.hooked:

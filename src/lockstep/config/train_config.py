@@ -79,8 +79,9 @@ class TrainConfig(Section):
 
     threads: Positive = 1
     """Threads a rank computes with. Sums inside an operation, and so the bits, depend on it."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where ranks compute; `auto` is a GPU for each rank if the host has that many, else the CPU.
+    device: Literal["auto", "cpu", "cuda", "accelerator"] = "auto"
+    """Where ranks compute; `auto` is a GPU for each rank if the host has that many, else the CPU;
+    `accelerator` is what `torch.accelerator` finds, such as one that a package adds to torch.
     The hash holds the word, not the device found."""
 
     compute: ComputeConfig = Field(default=ComputeConfig(), json_schema_extra=NO_OUTCOME)

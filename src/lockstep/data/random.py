@@ -41,7 +41,6 @@ class Stream(IntEnum):
 
 
 _MASK = (1 << 64) - 1
-_MAY_HAVE_CUDA = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
 
 
 def random_key(seed: int, stream: Stream, step: int = 0, microbatch: int = 0) -> int:
@@ -63,12 +62,36 @@ def _mixed(state: int, word: int) -> int:
     return state ^ (state >> 31)
 
 
+@lru_cache(maxsize=1)
+def accelerator() -> Any:
+    """Torch's module for the kind of accelerator that it can use here, as `torch.cuda`; else None.
+
+    Whether there is a device of that kind is not asked. Metal's is none, for want of float64.
+    """
+    device = torch.accelerator.current_accelerator()
+    return None if device is None or device.type == "mps" else torch.get_device_module(device)
+
+
+def begun_devices() -> list[int]:
+    """The accelerator's current device, where its use has begun: asking earlier would begin it."""
+    module = accelerator()
+    return [module.current_device()] if module is not None and module.is_initialized() else []
+
+
+def forked_generators() -> contextlib.AbstractContextManager[None]:
+    """Restore torch's global generators, of the CPU and of the current device, at its end."""
+    there = torch.accelerator.current_accelerator()
+    kind = "cuda" if there is None else there.type
+    return torch.random.fork_rng(begun_devices(), device_type=kind)
+
+
 def seed_torch(key: int) -> None:
     """Set the state of torch's global generators."""
     torch.default_generator.manual_seed(key)
-    # Asking whether there is a device takes longer than the rest.
-    if _MAY_HAVE_CUDA and torch.cuda.is_available():
-        torch.cuda.manual_seed(key)
+    module = accelerator()
+    # Without a kind of accelerator, as in builds for CPUs, this took longer than the rest.
+    if module is not None and module.is_available():
+        module.manual_seed(key)
 
 
 def seed_all(key: int) -> None:
@@ -97,10 +120,7 @@ def numpy_generator() -> np.random.Generator:
 def kept_generators() -> Iterator[None]:
     """Restore all global generators at the end of the context."""
     states = random.getstate(), np.random.get_state()
-    # Where CUDA has not begun there is nothing to keep, and asking would begin it on device 0.
-    has_begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = [torch.cuda.current_device()] if has_begun else []
-    with torch.random.fork_rng(devices):
+    with forked_generators():
         try:
             yield
         finally:
@@ -110,9 +130,10 @@ def kept_generators() -> Iterator[None]:
 
 def global_state() -> object:
     """The state of all global generators, to be compared with `==`; takes some 50 us."""
-    if not torch.cuda.is_available():
+    module = accelerator()
+    if module is None or not module.is_available():
         return host_state()
-    return host_state(), torch.cuda.get_rng_state().numpy().tobytes()
+    return host_state(), module.get_rng_state().numpy().tobytes()
 
 
 def host_state() -> object:
@@ -135,10 +156,8 @@ def has_drawn(key: int) -> bool:
 def _next_numbers() -> tuple[object, ...]:
     """Numbers by which states of the global generators can be told apart; draws them."""
     # CUDA's generators count what they have given; to draw one would wait for the device.
-    has_begun = _MAY_HAVE_CUDA and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    device = torch.cuda.current_device() if has_begun else None
-    given = 0 if device is None else torch.cuda.default_generators[device].get_offset()
-    return given, random.getrandbits(64), np.random.random_sample(), _drawn_seed()
+    given = [accelerator().default_generators[n].get_offset() for n in begun_devices()]
+    return tuple(given), random.getrandbits(64), np.random.random_sample(), _drawn_seed()
 
 
 def _drawn_seed() -> int:

@@ -33,7 +33,7 @@ def block_norms(blocks: Tensor) -> Tensor:
         blocks: see `in_blocks`.
     """
     num_blocks = blocks.shape[0]  # `len` takes three times as long
-    if num_blocks >= _FEWEST_ROWS or not blocks.is_cuda:
+    if num_blocks >= _FEWEST_ROWS or blocks.is_cpu:
         norms: Tensor = torch.linalg.vector_norm(blocks, dim=1)
         return norms
     padded = pad(blocks, (0, 0, 0, _FEWEST_ROWS - num_blocks))

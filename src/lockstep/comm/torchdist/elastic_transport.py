@@ -14,7 +14,11 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep.comm.calls import CallGroup
-from lockstep.comm.torchdist.process_group_transport import GroupTransport, Subgroup
+from lockstep.comm.torchdist.process_group_transport import (
+    GroupTransport,
+    Subgroup,
+    device_group,
+)
 from lockstep.comm.torchdist.store import LOOPBACK
 from lockstep.comm.torchdist.supervision import GenerationLost, Supervision
 from lockstep.comm.torchdist.waiting import (
@@ -90,10 +94,9 @@ def cut(backend: str, group: Any, connections: Connections) -> None:
         group: process group; None if it was released.
         connections: connections of the group.
     """
-    if backend == "nccl" and group is not None:
+    connections.shut_down()  # first: what was aborted ends as if all were well
+    if backend != "gloo" and group is not None:
         group.abort()
-    else:
-        connections.shut_down()
 
 
 _BUILD_S = 30.0
@@ -109,8 +112,9 @@ class ElasticTransport(GroupTransport):
 
     The launcher's supervisor sees a death and notifies the survivors. A thread in each of them then
     wakes blocked collectives: over gloo, by shutting down the group's connections, since its
-    `abort` does not wake a receive from a peer that lives; over NCCL, by `abort`.
-    The NCCL half of this has never run on more than one GPU.
+    `abort` does not wake a receive from a peer that lives; over NCCL and other backends of devices,
+    by `abort`. Tensors stay on the device.
+    NCCL itself has never run here; tests have a backend of the same manners (`tests/accelerator`).
 
     Args:
         backend: name of torch's backend, `gloo` or `nccl`.
@@ -260,6 +264,10 @@ class ElasticTransport(GroupTransport):
             GenerationLost: a rank was lost.
         """
         former = self._release()
+        if self.name != "gloo":
+            for group in former:
+                if group is not None:
+                    group.abort()  # frees memory of the device; all have met, so nobody is in it
         # Counted from 0 again: joining ranks have made none of the earlier ones.
         self._generation, self._num_subgroups, self._num_started = generation, 0, 0
         self._mailbox = None
@@ -299,8 +307,11 @@ class ElasticTransport(GroupTransport):
         Raises:
             GenerationLost: a rank was lost.
         """
-        # Gloo does not name its sockets: those opened while the group is built are its own.
+        # Gloo does not name its sockets: those opened while the group is built are its own. NCCL
+        # may close some of its own at any time.
         connections.begin()
+        if self.name != "gloo":
+            connections.end()
         address = self._supervision.store or self._store_address
         built: list[Any] = []
         errors: list[Exception] = []
@@ -324,14 +335,13 @@ class ElasticTransport(GroupTransport):
             if self._supervision.is_lost(self._notice_s):
                 raise GenerationLost(str(errors[0]))
             raise errors[0]
-        connections.end()
+        if self.name == "gloo":
+            connections.end()
         return built[0]
 
     def _new_group(self, store: Any, rank: int, size: int) -> Any:
-        if self.name == "nccl":
-            nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = timedelta(seconds=self._timeout_s)
-            return dist.ProcessGroupNCCL(store, rank, size, nccl)
+        if self.name != "gloo":
+            return device_group(self.name, store, rank, size, self._timeout_s, self.device)
         gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self._address)]
         # Connecting is given less time than a collective, which may wait for a slow rank.
@@ -350,11 +360,11 @@ class ElasticTransport(GroupTransport):
         self._wait(work, finish_message if is_message else finish, self._connections)
 
     def _wait(self, work: Any, finish: Finish, own: Connections) -> None:
-        if self.name == "nccl":
+        if self.name != "gloo":
             # `wait` returns at once; and what was aborted ends as if all were well.
             work.wait()
-            torch.cuda.current_stream(self.device).synchronize()
-            if self._supervision.is_lost():
+            torch.accelerator.current_stream(self.device).synchronize()
+            if self._supervision.is_lost() or own.have_closed():
                 raise GenerationLost("a rank died")
             return
         try:

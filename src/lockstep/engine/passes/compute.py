@@ -363,12 +363,12 @@ def copied(values: Sequence[Number]) -> Callable[[], list[float]]:
     Those on a GPU are copied there, and come with one message when they are asked for. So nobody
     waits for the GPU before it has been given more to do.
     """
-    there = [v.detach().double() for v in values if isinstance(v, Tensor) and v.is_cuda]
+    there = [v.detach().double() for v in values if isinstance(v, Tensor) and not v.is_cpu]
     if not there:
         here = [float(v.item() if isinstance(v, Tensor) else v) for v in values]
         return lambda: here
     stacked = torch.stack(there)
-    rest = [None if isinstance(v, Tensor) and v.is_cuda else float(v) for v in values]
+    rest = [None if isinstance(v, Tensor) and not v.is_cpu else float(v) for v in values]
 
     def fetch() -> list[float]:
         fetched = iter(stacked.tolist())

@@ -371,14 +371,14 @@ class WholePasses:
         """Compute without graphs from now on."""
         self._capture = None
         self._graphs.clear()
-        message = f"microbatches are computed without CUDA graphs: {reason}"
-        self._runtime.emit(Warned(step=step, message=message))
+        text = f"microbatches are computed without CUDA graphs: {reason}"
+        self._runtime.emit(Warned(step=step, message=text))
 
 
 def whole_passes(parts: StepParts, backward: Backward) -> WholePasses | None:
     """What computes microbatches on a GPU, if each has one forward and one backward pass."""
-    capture = capture_on(parts.runtime.device)
-    if capture is None or _divided(parts.config, parts.compute, parts.model):
+    capture, kind = capture_on(parts.runtime.device), parts.runtime.device.type
+    if not (capture or kind != "cpu") or _divided(parts.config, parts.compute, parts.model):
         return None
     if reason_against(parts.config, parts.compute, parts.model, parts.task_state):
         capture = None

@@ -171,7 +171,7 @@ def check_memory(
         ConfigError: a limit of this process (`ulimit -v`, a control group, the host's memory) is
             less than what the run needs at least.
     """
-    if kept.flat.flats[0].is_cuda:
+    if not kept.flat.flats[0].is_cpu:
         return
     needs = Needs(config, kept, can_regroup)
     sharding: Sharding = config.sharding

@@ -234,7 +234,7 @@ class Workspace:
         On a GPU, where each message is a wait, those that `norm` needs come with them.
         """
         scalars, self._ahead = self.reduction.total.scalars, None
-        if not scalars.is_cuda or self._sharded or self._placement.is_split:
+        if scalars.is_cpu or self._sharded or self._placement.is_split:
             return list(scalars.tolist())
         norms = [few(block_norms(blocks)).double() for blocks in self._blocks]
         values = torch.cat([scalars, *norms]).tolist()

@@ -276,7 +276,7 @@ class Trial:
         for name, table in self._compute.lookups.tables.items():
             assert table.fetched is not None, "a forward pass has fetched rows"
             ids, rows = table.fetched
-            if rows.is_cuda:
+            if not rows.is_cpu:
                 return ""
             gradient = torch.zeros_like(rows) if rows.grad is None else rows.grad
             tensors |= {f"numbers of {name}": ids, name: gradient}

@@ -41,16 +41,24 @@ def on_device(config: TrainConfig, environment: Environment) -> Iterator[torch.d
     `precision.deterministic` is off.
 
     Raises:
-        ConfigError: device=cuda, and there is no GPU for this rank; or the process has used the GPU
-            already, so that it is too late to ask cuBLAS for the same bits.
+        ConfigError: a GPU is wanted, and there is none for this rank; or the process has used the
+            GPU already, so that it is too late to ask cuBLAS for the same bits; or it was forked
+            from one that has.
         TaskError: an operation has no such kernel.
     """
     device = find_device(config.device, environment)
-    if device.type != "cuda":
+    if device.type == "cpu":
         yield device
         return
-    with _deterministic() if config.precision.deterministic else nullcontext():
-        torch.cuda.set_device(device)
+    module = torch.get_device_module(device)
+    if module._is_in_bad_fork():
+        raise ConfigError(
+            f"device={config.device!r}: the process that this one was forked from has used the "
+            "GPU, so that this one cannot; start ranks with `lockstep train`, or fork before "
+            "anything uses the GPU"
+        )
+    with _deterministic(device) if config.precision.deterministic else nullcontext():
+        module.set_device(device)
         yield device
 
 
@@ -58,23 +66,50 @@ def find_device(wanted: str, environment: Environment) -> torch.device:
     """The device of this rank, without making it this process's current one.
 
     Raises:
-        ConfigError: device=cuda, and there is no GPU for this rank.
+        ConfigError: a GPU is wanted, and there is none for this rank.
     """
     is_of_agent = environment.host_timeout_s > 0  # whose groups of ranks over NCCL nobody has tried
     if is_of_agent and wanted == "cuda":
         raise ConfigError(
             "device='cuda': ranks of `lockstep agent` compute on CPUs; set device=cpu"
         )
-    count = torch.cuda.device_count()
-    is_without = wanted == "auto" and count < environment.local_world_size
-    if wanted == "cpu" or is_of_agent or is_without:
+    if wanted == "cpu" or (wanted == "auto" and is_of_agent):
         return torch.device("cpu")
+    kind = "cuda"
+    if wanted == "accelerator":
+        found = torch.accelerator.current_accelerator()
+        kind = found.type if found is not None else "accelerator"
+    count = torch.cuda.device_count() if kind == "cuda" else torch.accelerator.device_count()
+    if wanted == "auto" and count < environment.local_world_size:
+        return torch.device("cpu")
+    if not count:
+        raise ConfigError(
+            f"device={wanted!r}: torch {torch.__version__} {_why_none(kind)}, or set device=cpu"
+        )
     if environment.local_rank >= count:
         raise ConfigError(
-            f"device='cuda': this host has {count} GPUs for {environment.local_world_size} ranks; "
-            "start fewer ranks or set device=cpu"
+            f"device={wanted!r}: this host has {count} GPUs for {environment.local_world_size} "
+            "ranks; start fewer ranks or set device=cpu"
         )
-    return torch.device("cuda", environment.local_rank)
+    return torch.device(kind, environment.local_rank)
+
+
+def _why_none(kind: str) -> str:
+    """Why there is no accelerator of a kind, as torch says it, and what to do."""
+    if kind != "cuda":
+        return f"finds no {kind}: install the package that adds yours to torch"
+    if torch.version.cuda is None and torch.version.hip is None:
+        return "is a build without CUDA: install one with it"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().partition("\n")[0].partition(". ")[0]
+        built = torch.version.cuda or torch.version.hip
+        return (
+            f"for CUDA {built} finds no GPU ({reason}): install a build that fits the driver, or "
+            "update the driver"
+        )
+    return "finds no GPU: see nvidia-smi and CUDA_VISIBLE_DEVICES"
 
 
 @contextmanager
@@ -98,8 +133,8 @@ def naming_kernels() -> Iterator[None]:
 
 
 @contextmanager
-def _deterministic() -> Iterator[None]:
-    if _WORKSPACE not in os.environ:
+def _deterministic(device: torch.device) -> Iterator[None]:
+    if device.type == "cuda" and _WORKSPACE not in os.environ:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             raise ConfigError(
                 f"{_WORKSPACE}: is not set, and this process has used the GPU already, so that "

@@ -146,4 +146,21 @@ def _process_group(
 
 
 def _backend(device: torch.device) -> str:
-    return "nccl" if device.type == "cuda" else "gloo"
+    """The name of torch's backend that moves tensors of a device.
+
+    Raises:
+        EnvironError: this build of torch has none.
+    """
+    import torch.distributed as dist
+
+    name = dist.Backend.default_device_backend_map.get(device.type)
+    if name is None or (name == "nccl" and not dist.is_nccl_available()):
+        wanted = "NCCL" if device.type == "cuda" else f"backend for {device.type}"
+        raise alone(
+            EnvironError(
+                f"torch {torch.__version__} has no {wanted}, by which ranks on {device.type} "
+                "exchange tensors; install a build of torch that has it, start one rank, or set "
+                "device=cpu"
+            )
+        )
+    return name

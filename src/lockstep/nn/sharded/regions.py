@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lockstep.data.random import Stream, random_key, seed_torch
+from lockstep.data.random import Stream, forked_generators, random_key, seed_torch
 from lockstep.parallel.axes import ShardAxis
 
 T = TypeVar("T")
@@ -121,7 +121,7 @@ class Region:
             return [compute(place) for place in range(len(self.shards))]
         key = int(torch.randint(2**62, (), dtype=torch.int64))
         results = []
-        with torch.random.fork_rng(_devices()):
+        with forked_generators():
             for place, shard in enumerate(self.shards):
                 seed_torch(random_key(key, Stream.SHARD, shard))
                 results.append(compute(place))
@@ -203,8 +203,3 @@ def _joined(region: Region, dim: int, widths: Sequence[int], parts: Sequence[Ten
     return torch.cat(
         [part.narrow(dim, 0, width) for part, width in zip(everyone, widths, strict=True)], dim
     )
-
-
-def _devices() -> list[int]:
-    has_begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return [torch.cuda.current_device()] if has_begun else []

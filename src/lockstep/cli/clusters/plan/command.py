@@ -208,8 +208,10 @@ def _measuring(
     if is_script(target):
         raise ConfigError(f"{target}: is a script; name its task, as in {target}:MyTask")
     kind, config = configured(target, overrides)
-    if config.device == "cuda":
-        raise ConfigError("device=cuda: a plan is of ranks on CPUs so far; set device=cpu")
+    if config.device not in ("auto", "cpu"):
+        raise ConfigError(
+            f"device={config.device}: a plan is of ranks on CPUs so far; set device=cpu"
+        )
     if config.compression.name != "none":
         raise ConfigError(
             f"compression.name={config.compression.name}: a plan is of gradients that travel as "

@@ -1,0 +1,99 @@
+"""On an accelerator the engine ends with the CPU's bits, waits for it once a step, and recovers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.engine.faults import PlannedFault, to_env
+from lockstep.observe import read_events
+from tests.accelerator import HERE, surroundings
+from tests.conftest import environment, result, run
+
+DIGITS = ("train", "digits", "steps=24", "checkpoint.every=8", "eval_every=12", "log_every=8")
+SHARDINGS = ("sharding=none", "sharding=optimizer", "sharding=gradients")
+
+
+@pytest.fixture(scope="module")
+def accelerated() -> dict[str, str]:
+    """Variables with which torch has the accelerator; warm interpreters have begun without."""
+    return surroundings(environment(cold=True))
+
+
+@pytest.fixture
+def command(accelerated: dict[str, str], tmp_path: Path) -> Callable[..., str]:
+    """Runs Python on the accelerator; what it has printed."""
+
+    def call(*argv: object, **variables: str) -> str:
+        ended = subprocess.run(
+            [sys.executable, *map(str, argv)],
+            cwd=tmp_path,
+            env=accelerated | variables,
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return ended.stdout
+
+    return call
+
+
+@pytest.fixture
+def cases(command: Callable[..., str], tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Trains cases; see `train_cases`."""
+
+    def call(what: str, *names: str) -> dict[str, Any]:
+        printed = command(HERE / "train_cases.py", what, tmp_path, *names)
+        found: dict[str, Any] = json.loads(printed.rpartition("RESULT ")[2])
+        return found
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """SHA-256 of the digits on the CPU."""
+    folder = tmp_path_factory.mktemp("reference")
+    ended = run([sys.executable, "-m", "lockstep", *DIGITS, "--run-dir", "run"], folder)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    sha256: str = result(folder / "run")["params_sha256"]
+    return sha256
+
+
+def test_it_has_the_manners_of_a_gpu(command: Callable[..., str]) -> None:
+    assert command(HERE / "manners.py") == "ok\n"
+
+
+def test_a_run_has_the_bits_of_the_cpu(cases: Callable[..., dict[str, Any]]) -> None:
+    names = ("user-sharded", "adafactor", "lbfgs", "tables", "carry", "batch-loss")
+    for name, ends in cases("cpu,accelerator", *names).items():
+        assert ends[0] == ends[1], name
+        assert len(ends[0][0]) == 64, (name, ends)
+
+
+def test_a_step_waits_once(cases: Callable[..., dict[str, Any]]) -> None:
+    found = cases("waits", "bare", "bare-clipped")
+    assert found == {"bare": {"to host": 1.0}, "bare-clipped": {"to host": 1.0}}
+
+
+@pytest.mark.parametrize("sharding", [SHARDINGS[1]])
+def test_survivors_go_on_with_what_they_have(
+    command: Callable[..., str], tmp_path: Path, reference: str, sharding: str
+) -> None:
+    faults = to_env([PlannedFault(1, 5, "reduced")], tmp_path / "faults")
+    keys = ("-n", 3, "--launcher", "local", "device=accelerator", sharding)
+    command("-m", "lockstep", *DIGITS, *keys, "--run-dir", "run", **faults)
+    assert result(tmp_path / "run")["params_sha256"] == reference
+    rows = read_events(tmp_path / "run" / "events.jsonl")
+    recovered = [row for row in rows if row["event"] == "Recovered"]
+    assert [row["copied"] for row in recovered] == [False]
+    assert {row["device"] for row in rows if row["event"] == "Joined"} == {
+        "hostgpu:0", "hostgpu:1", "hostgpu:2"
+    }  # fmt: skip

@@ -1,0 +1,174 @@
+"""Trains cases one after the other on the ranks it is started on; rank 0 prints how each ended.
+
+    python train_cases.py WHAT FOLDER [CASE ...] [KEY=VALUE ...]
+
+`WHAT` is `waits`, or devices with commas between them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+import lockstep as ls
+from lockstep.config import override
+from lockstep.launching import api as front
+from lockstep.launching.api import Session
+from lockstep.launching.rank.environment import detect
+
+DISTRIBUTED = Path(__file__).parent.parent / "distributed"
+sys.path.insert(0, str(DISTRIBUTED))
+
+import batch_loss_tasks  # noqa: E402
+import carry_tasks  # noqa: E402
+import closure_tasks  # noqa: E402
+import matrix  # noqa: E402
+import table_tasks  # noqa: E402
+import tasks  # noqa: E402
+
+
+class Stepped(tasks.Everything):
+    """As `Everything`, with an optimizer of a name."""
+
+    def build_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        """The optimizer that `OPTIMIZERS` has for the case."""
+        return OPTIMIZERS[self.kind](model.parameters())
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adagrad": lambda p: torch.optim.Adagrad(p, fused=False),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, momentum=0.5),
+    "adam, foreach": lambda p: torch.optim.Adam(p, foreach=True),
+    "adam, fused": lambda p: torch.optim.Adam(p, fused=True),
+    "adam, capturable": lambda p: torch.optim.NAdam(p, foreach=False),
+    "adam, amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "adafactor": torch.optim.Adafactor,
+    "lbfgs": lambda p: torch.optim.LBFGS(p, line_search_fn="strong_wolfe"),
+    "own lbfgs": lambda p: ls.optim.LBFGS(p),
+    "sam": lambda p: ls.optim.SAM(p, lambda g: torch.optim.SGD(g, lr=0.1), rho=0.05),
+    "adam-atan2": lambda p: ls.optim.AdamATan2(p, lr=0.01),
+}
+
+
+class Bare(ls.Task):
+    """A linear model, which has no buffers."""
+
+    def build_model(self) -> torch.nn.Module:
+        """See `ls.Task`."""
+        return torch.nn.Linear(4, 3)
+
+    def dataset(self, split: str) -> Any:
+        """See `ls.Task`."""
+        x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+        return TensorDataset(x, x.argmax(1) % 3) if split == "train" else None
+
+    def loss(self, model: Any, batch: Any) -> ls.Loss:
+        """See `ls.Task`."""
+        loss = torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+        return ls.Loss.mean(loss, len(batch[0]))
+
+
+class Cell(torch.nn.Module):
+    """Remembers its last state; torch computes its own cells otherwise on other devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = torch.nn.Linear(12, 12)
+
+    def forward(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """All states, and the last one."""
+        states = torch.tanh(self.mix(x) + memory[0].unsqueeze(1))
+        return states, states[:, -1].unsqueeze(0)
+
+
+class Recurrent(carry_tasks.Read):
+    """As `Read`, with another cell."""
+
+    def build_model(self) -> torch.nn.Module:
+        """See `ls.Task`."""
+        model = super().build_model()
+        model.cell = Cell()
+        return model
+
+
+def optimizer_case(name: str) -> tuple[Any, list[str]]:
+    """A case of an optimizer."""
+    kind = type("Stepped", (Stepped,), {"kind": name, "__module__": __name__})
+    return kind, ["steps=8"]
+
+
+def cases() -> dict[str, tuple[Any, list[str]]]:
+    """Task and keys of each case, by name."""
+    found = {name: (tasks.Everything, keys) for name, keys in matrix.CASES.items()}
+    found |= {name: optimizer_case(name) for name in OPTIMIZERS}
+    found |= {
+        "bare": (Bare, ["batch_size=16"]),
+        "bare-clipped": (Bare, ["batch_size=16", "num_microbatches=4", "clip_norm=0.1"]),
+        "schedule-free": (closure_tasks.Free, ["steps=8"]),
+        "carry": (Recurrent, ["steps=8"]),
+        "batch-loss": (batch_loss_tasks.Redundancy, ["steps=8"]),
+        "tables": (table_tasks.Look, ["steps=8"]),
+        "low-rank": (tasks.Everything, ["steps=8", "compression.name=lowrank"]),
+        "top-k": (tasks.Everything, ["steps=8", "compression.name=topk"]),
+        "int8": (tasks.Everything, ["steps=8", "compression.name=int8"]),
+        "local": (tasks.Everything, ["steps=8", "local.steps=2"]),
+    }
+    return found
+
+
+_QUIET = ["eval_every=1000", "checkpoint.every=1000", "log_every=1000", "digest_every=1000"]
+_STEPS = (72, 104)
+"""Between these there is no power of two, after which more is checked."""
+
+
+def trained(name: str, device: str, folder: Path, keys: list[str]) -> list[Any]:
+    """SHA-256 and number of steps of a case, or the error it ended with."""
+    kind, own = cases()[name]
+    config = override(kind.Config(), [*own, f"device={device}", *keys], name)
+    run_dir = folder / f"{name.replace(' ', '_')}-{device}-{config.steps}"
+    try:
+        ended = front.run(kind(config), config, Session(str(run_dir), console=False))
+    except Exception as error:
+        if os.environ.get("HOSTGPU_LOUD"):
+            traceback.print_exc()
+        return [f"{type(error).__name__}: {error}"[:300]]
+    return [ended.params_sha256, ended.step]
+
+
+def waits(name: str, folder: Path, keys: list[str]) -> dict[str, float]:
+    """How often a step of a case waits for the device, by the reason."""
+    counts = []
+    for steps in _STEPS:
+        torch.get_device_module().reset()
+        ended = trained(name, "accelerator", folder, [*_QUIET, *keys, f"steps={steps}"])
+        assert ended[1:] == [steps], ended
+        counts.append(torch.get_device_module().waits())
+    before, after = counts
+    found = {why: (after[why] - before.get(why, 0)) / (_STEPS[1] - _STEPS[0]) for why in after}
+    return {why: number for why, number in found.items() if number}
+
+
+def main() -> None:
+    what, folder, *names = sys.argv[1:]
+    keys = [name for name in names if "=" in name]
+    found: dict[str, Any] = {}
+    for name in [name for name in names if "=" not in name] or cases():
+        if what == "waits":
+            found[name] = waits(name, Path(folder), keys)
+            print(name, found[name], file=sys.stderr, flush=True)
+        else:
+            found[name] = [trained(name, d, Path(folder), keys) for d in what.split(",")]
+    if detect(os.environ).rank == 0:
+        print("RESULT " + json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
