@@ -310,9 +310,15 @@ class _OneProcess(DepthAxis):
 class StageRehearsal:
     """Computes a loss as it is computed on as many stages as the row can be cut into."""
 
-    def __init__(self, row: Row) -> None:
-        """Prepare for a row whose parameters are all in memory."""
-        self._row = row
+    def __init__(self, row: Row, is_drawn: bool = False) -> None:
+        """Prepare.
+
+        Args:
+            row: row whose parameters are all in memory.
+            is_drawn: whether they are there for a block at a time only (`DrawnBlocks`), and NaN
+                else.
+        """
+        self._row, self._is_drawn = row, is_drawn
         named = row.module.named_parameters(remove_duplicate=False)
         self._named = [(row.block_of(name), parameter) for name, parameter in named]
 
@@ -348,6 +354,9 @@ class StageRehearsal:
     @contextmanager
     def _only(self, own: Range) -> Iterator[None]:
         """Have NaN in place of the parameters of other blocks."""
+        if self._is_drawn:
+            yield
+            return
         here = {id(p) for block, p in self._named if block in range(*own)}
         others = {id(p): p for _, p in self._named if id(p) not in here}.values()
         # By `data`, which autograd does not take for a change of what it has saved.
