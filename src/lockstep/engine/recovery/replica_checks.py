@@ -51,8 +51,9 @@ def check_start(transport: Transport, model: nn.Module, draws: ParameterDraws | 
     state = {n: parameters.get(n, tensor) for n, tensor in model.state_dict().items()}
 
     def digest(name: str, tensor: Tensor) -> bytes:
-        is_there = draws is None or not is_released(tensor)
-        return tensor_digest(name, tensor if is_there else draws.make(tensor))
+        if draws is not None and is_released(tensor):
+            tensor = draws.make(tensor)
+        return tensor_digest(name, tensor)
 
     def digests_of_all() -> dict[str, bytes]:
         tensors = state | dict(model.named_buffers())

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from lockstep.comm.host import give_back_large
 from lockstep.data.loader import BatchSource
 from lockstep.engine.carry import Carries
 from lockstep.engine.digests import checksum
@@ -127,6 +128,7 @@ def drawn_blocks(
     """
     row = row_of(model)
     assert row is not None, "others are drawn at once"
+    give_back_large()
     if isinstance(row, ModuleRow):
         trace = partial(_trace, row, flat, compute, loader)
         trace()

@@ -206,7 +206,7 @@ class Trial:
         """
         metrics: dict[str, object] = {}
 
-        def first() -> dict[str, object]:
+        def first() -> Mapping[str, object]:
             with self._watched():
                 return val.first_batch(self._model, self._compute)
 
