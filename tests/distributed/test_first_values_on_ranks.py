@@ -126,6 +126,6 @@ def test_a_start_takes_no_more_than_what_a_rank_keeps(lockstep, tmp_path, keys):
     whole = starts[0]["whole"]
     assert whole > 4 * 100_000_000
     for start in starts:
-        # Parameters, a gradient, and two states of Adam, which this rank has a quarter of.
-        assert start["peak"] <= 1.3 * 4 * whole / 4, start
-        assert start["built"] < 0.1 * whole, start
+        # Of a quarter of all parameters: these, their gradient, and two states of Adam.
+        assert start["peak"] <= 1.3 * (1 + 1 + 2) * whole / 4, start
+        assert start["built"] < 0.3 * whole, start  # modules of torch that came with it

@@ -164,7 +164,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime, is_driven: bool 
     if on_all(lambda: settle(model, trial.repeat)):
         flat = on_all(lambda: flat.moved(units_of(model)))
         trial.use(flat)
-    on_all(lambda: _rehearse(model, config, flat, trial, splits, tried))
+    on_all(lambda: _rehearse(model, config, flat, drawn, trial, splits, tried))
     facts["first microbatch"] = trial.data_digest
     facts["metrics"] = list(compute.metrics)
     about = config.compression
@@ -325,6 +325,7 @@ def _rehearse(
     model: nn.Module,
     config: TrainConfig,
     flat: FlatTensors,
+    drawn: DrawnBlocks | None,
     trial: Trial,
     splits: dict[str, Evaluation],
     tried: dict[str, dict[str, Any]],
@@ -335,12 +336,12 @@ def _rehearse(
         TaskError: naming it.
     """
     row = row_of(model)
-    if config.shards_parameters and flat.draws is None:  # else all passes were such
+    if config.shards_parameters and drawn is None:  # else all passes were such
         assert row is not None, "others are refused"
         evaluated = {name: (splits[name], metrics) for name, metrics in tried.items()}
         trial.rehearse(Rehearsal(row, flat), evaluated)
     if config.mesh.pp > 1 and isinstance(row, ModuleRow):
-        trial.rehearse_stages(StageRehearsal(row, flat.draws is not None))
+        trial.rehearse_stages(StageRehearsal(row, drawn))
 
 
 def _check_whole_model(task_state: TaskState, config: TrainConfig) -> None:

@@ -6,7 +6,7 @@ it computes that block. What it draws, it forgets, and draws again for the backw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -42,6 +42,7 @@ class DrawnBlocks(OneBlock):
         super().__init__(row, flat)
         self._absent: dict[int, str] = {}
         self._drawn: dict[int, int] = {}
+        self._here: Set[int] | None = None
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -53,11 +54,32 @@ class DrawnBlocks(OneBlock):
         with _Watch(self._absent):
             yield
 
+    @contextmanager
+    def only(self, here: Set[int]) -> Iterator[None]:
+        """Within it, have NaN in place of parameters that a stage has not.
+
+        Args:
+            here: ids of those that it has.
+        """
+        self._here = here
+        try:
+            yield
+        finally:
+            self._here = None
+            for segment in self._drawn:
+                self._draw(segment)
+
+    def _draw(self, segment: int) -> None:
+        self._flat.draw(segment)
+        for tensor in self._flat.tensors_of(segment):
+            if self._here is not None and id(tensor) not in self._here:
+                tensor.data.fill_(torch.nan)
+        self._drawn[segment] = checksum(self._flat.flats[segment])
+
     def _bring(self, segment: int) -> None:
         for memory in self._memories(segment):
             self._absent.pop(memory, None)
-        self._flat.draw(segment)
-        self._drawn[segment] = checksum(self._flat.flats[segment])
+        self._draw(segment)
 
     def _take(self, segment: int) -> None:
         names = [entry.name for entry in self._flat.entries_of(segment)]
