@@ -62,9 +62,12 @@ def files(run_dir, step=8):
     return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "manifest.json"}
 
 
-def check_joiners(train_on, lockstep, task, folder, launcher, *keys):
-    """Assert that a run has the result of one process when joining ranks replace two ranks."""
-    long = ("batch_size=48", "num_microbatches=24", "steps=80", "eval_every=20")
+def check_joiners(train_on, lockstep, task, folder, launcher, *keys, both=()):
+    """Assert that a run has the result of one process when joining ranks replace two ranks.
+
+    `keys` are those of the run, `both` also those of the process.
+    """
+    long = ("batch_size=48", "num_microbatches=24", "steps=80", "eval_every=20", *both)
     alone = lockstep("train", task, *CONFIG, *long, "--run-dir", folder / "alone")
     assert alone.returncode == 0, alone.stdout + alone.stderr
     planned = [PlannedFault(1, 4), PlannedFault(2, 60, "reduced")]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.config import TrainConfig
-from lockstep.engine.assembly import check_judged
+from lockstep.engine.evaluation.batches import check_judged
 from lockstep.engine.run.progress import Progress
 from lockstep.errors import ConfigError
 

@@ -51,6 +51,10 @@ class TrainConfig(Section):
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Of everything random."""
+    init: Literal["in_order", "by_name"] = "in_order"
+    """How the model's first values are drawn. `in_order`: one after another, as its code does;
+    `by_name`: each tensor's by `seed` and its name, which are other ones. Then, with `mesh.pp` or
+    `sharding=parameters`, no process has the whole model at any time."""
     batch_size: Positive = 256
     """Samples in a global batch: one optimizer step, whatever the number of ranks."""
     num_microbatches: Positive = 8
@@ -276,11 +280,17 @@ class TrainConfig(Section):
         return self.sharding == "parameters"
 
     @property
+    def draws_by_block(self) -> bool:
+        """Whether a rank draws the first values of a block when it needs it, and of its own."""
+        in_blocks = self.mesh.pp > 1 or self.shards_parameters
+        return self.init == "by_name" and in_blocks and self.num_shards == 1
+
+    @property
     def hash(self) -> str:
         """SHA-256 (16 hex digits) of all keys that can change the final parameters."""
         values = outcome(self)
-        # Of a run that compresses nothing, has no workers, starts from no other or reads no stream
-        # in parts, it says nothing: that run's hash is older than these keys.
+        # Of a run that compresses nothing, has no workers, starts from no other, draws in order or
+        # reads no stream in parts, it says nothing: that run's hash is older than these keys.
         for name, default in (
             ("compression", CompressionConfig()),
             ("local", LocalConfig()),
@@ -288,6 +298,8 @@ class TrainConfig(Section):
         ):
             if values[name] == outcome(default):
                 del values[name]
+        if self.init == "in_order":
+            del values["init"]
         if not self.data.stream_shards:
             del values["data"]["stream_shards"]
         canonical = json.dumps(values, sort_keys=True, default=str)

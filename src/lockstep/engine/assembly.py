@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,11 +15,8 @@ from lockstep.engine.audit.constants import Constants
 from lockstep.engine.audit.pass_state import PassState
 from lockstep.engine.audit.reachable import optimizers_in
 from lockstep.engine.audit.saved_state import kept_by
-from lockstep.engine.digests import Rounding, model_digest, rounding_of
-from lockstep.engine.evaluation.batches import (
-    is_validation,
-    judged,
-)
+from lockstep.engine.digests import Rounding, rounding_of
+from lockstep.engine.evaluation.batches import check_judged, is_validation, judged
 from lockstep.engine.evaluation.evaluation import Evaluation, evaluations
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.hook import Hook, checked_hooks
@@ -50,12 +47,13 @@ from lockstep.engine.tables.run_tables import check_tables_fit
 from lockstep.engine.task import Task, has_carry
 from lockstep.engine.training_data import check_parts, training_data
 from lockstep.engine.trial.cut_model import StageRehearsal, check_cut_model
+from lockstep.engine.trial.drawn_blocks import DrawnBlocks, drawn_blocks, settle
 from lockstep.engine.trial.outcome import Rehearsal
 from lockstep.engine.trial.trial import Trial
 from lockstep.errors import ConfigError, TaskError
 from lockstep.nn.cutting import keep, shards_of, units_of
 from lockstep.nn.module_row import ModuleRow
-from lockstep.nn.row import row_of, set_row
+from lockstep.nn.row import row_of
 from lockstep.parallel.compression.sums import first_agreed
 from lockstep.parallel.layout import Range
 
@@ -117,14 +115,14 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime, is_driven: bool 
         return everywhere(transport, action)
 
     task_state = on_all(lambda: _checked_task(task, config, is_driven))
-    model, compute, optimizer = on_all(lambda: built(task, config, runtime.device))
+    model, compute, optimizer, draws = on_all(lambda: built(task, config, runtime.device))
     local = compute.local.optimizer if compute.local else None
     schedulers = on_all(lambda: build_schedulers(task, local or optimizer, config))
     on_all(lambda: check_graphs_fit(config, runtime.device, compute, model, task_state))
     sizes = {"mesh.pp": config.mesh.pp, "mesh.tp": config.mesh.tp}
     on_all(lambda: check_tables_fit(compute.lookups.tables, sizes))
-    check_start(transport, model)
-    facts: dict[str, Any] = {"config": config.hash, "the model's start": model_digest(model)}
+    start = check_start(transport, model, draws)
+    facts: dict[str, Any] = {"config": config.hash, "the model's start": start}
     facts |= {f"table {n}": table.description for n, table in compute.lookups.tables.items()}
     shards = shards_of(model)
     flat = on_all(
@@ -133,7 +131,8 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime, is_driven: bool 
             "parameter",
             shards,
             units_of(model),
-            by_block=config.shards_gradients and row_of(model) is not None,
+            by_block=draws is not None or (config.shards_gradients and row_of(model) is not None),
+            draws=draws,
         ),
     )
     sampler, loader, order = on_all(lambda: training_data(task, config, runtime.device))
@@ -150,7 +149,10 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime, is_driven: bool 
     stepping = [*optimizers_in(optimizer).values(), *([local] if local else [])]
     groups = [group for one in stepping for group in one.param_groups]
     values = values_of(groups)
-    trial = on_all(lambda: Trial(model, flat, compute, loader))
+    drawn: DrawnBlocks | None = None
+    if draws is not None:
+        flat, drawn = on_all(lambda: drawn_blocks(model, flat, compute, loader))
+    trial = on_all(lambda: Trial(model, flat, compute, loader, drawn))
     tried = on_all(
         lambda: {n: trial.evaluate(n, e) for n, e in splits.items() if is_validation(n)},
     )
@@ -159,10 +161,10 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime, is_driven: bool 
     on_all(lambda: _check_groups_kept(first_change(groups, values)))
     on_all(lambda: schedulers.check_metrics(judged(tried), config.watch))
     on_all(lambda: _check_views(config, flat, trial))
-    if on_all(lambda: _settle(model, trial)):
+    if on_all(lambda: settle(model, trial.repeat)):
         flat = on_all(lambda: flat.moved(units_of(model)))
         trial.use(flat)
-    on_all(lambda: _rehearse(model, config, flat, trial, splits, tried))
+    on_all(lambda: _rehearse(model, config, flat, drawn, trial, splits, tried))
     facts["first microbatch"] = trial.data_digest
     facts["metrics"] = list(compute.metrics)
     about = config.compression
@@ -186,6 +188,8 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime, is_driven: bool 
         )
         del whole
     stages = on_all(lambda: stages_of(model, compute, config, loader))
+    if drawn is not None:
+        drawn.end()
     placement, flat = _placed(config, runtime, model, stages, flat)
     gathered = compute.batch_loss.kept_bytes(config.batch_size) if compute.batch_loss else 0
     kept = Kept(flat, optimizer, compute.phases.are_several, local, gathered)
@@ -261,11 +265,17 @@ def _placed(
     if row is not None and row.has_stages:
         row.untie()
     placement = Placement(config, runtime, model, stages)
-    if runtime.transport.is_joining:  # it gets a place later
-        return placement, flat
-    placement.arrange()
-    if placement.is_split:
-        flat = flat.restricted(placement.own)
+    is_joining = runtime.transport.is_joining  # then it gets a place later
+    if not is_joining:
+        placement.arrange()
+    is_undrawn = flat.draws is not None and not placement.in_slices
+    if is_undrawn or (placement.is_split and not is_joining):
+        flat = flat.restricted(placement.own, by_block=config.shards_gradients)
+    for segment in range(len(flat.segments) if is_undrawn else 0):
+        (flat.open if is_joining else flat.draw)(segment)
+    if is_undrawn:
+        flat.draws = None
+    if placement.is_split and not is_joining:
         keep(model, placement.own)
     return placement, flat
 
@@ -307,32 +317,15 @@ def _check_views(config: TrainConfig, flat: FlatTensors, trial: Trial) -> None:
         TaskError: naming one.
     """
     if config.mesh.tp * config.mesh.pp > 1 or config.shards_parameters:
-        trial.check_views({f.untyped_storage().data_ptr() for f in flat.flats})
-
-
-def _settle(model: nn.Module, trial: Trial) -> bool:
-    """Take the order of a model's units from the trial; returns whether their number may change.
-
-    Raises:
-        TaskError: there is no such order.
-    """
-    row = row_of(model)
-    if isinstance(row, ModuleRow) and row.leave_out_irregular():
-        if not row.units:
-            set_row(model, None)
-            raise TaskError(
-                f"sharding=parameters: the {type(model).__name__} has no ModuleList or Sequential "
-                "whose modules are each called once in a forward pass; name units that are, in "
-                "build_model (lockstep.nn.units), or set sharding=gradients"
-            )
-        trial.repeat()
-    return row is not None and row.settle()
+        there = (f.untyped_storage().data_ptr() for f in flat.flats)
+        trial.check_views({pointer for pointer in there if pointer})
 
 
 def _rehearse(
     model: nn.Module,
     config: TrainConfig,
     flat: FlatTensors,
+    drawn: DrawnBlocks | None,
     trial: Trial,
     splits: dict[str, Evaluation],
     tried: dict[str, dict[str, Any]],
@@ -343,12 +336,12 @@ def _rehearse(
         TaskError: naming it.
     """
     row = row_of(model)
-    if config.shards_parameters:
+    if config.shards_parameters and drawn is None:  # else all passes were such
         assert row is not None, "others are refused"
         evaluated = {name: (splits[name], metrics) for name, metrics in tried.items()}
         trial.rehearse(Rehearsal(row, flat), evaluated)
     if config.mesh.pp > 1 and isinstance(row, ModuleRow):
-        trial.rehearse_stages(StageRehearsal(row))
+        trial.rehearse_stages(StageRehearsal(row, drawn))
 
 
 def _check_whole_model(task_state: TaskState, config: TrainConfig) -> None:
@@ -384,22 +377,3 @@ def _check_carry_fits(task: Task, config: TrainConfig) -> None:
             f"mesh.pp={config.mesh.pp}: the first stage of a pipeline would need what the last one "
             f"has made of the carry ({type(task).__name__}.carry); set mesh.pp=1"
         )
-
-
-def check_judged(config: TrainConfig, splits: Collection[str]) -> None:
-    """Refuse a config that needs evaluations if the task has no validation split.
-
-    Raises:
-        ConfigError: naming the key.
-    """
-    waiting = {
-        "early_stopping.patience": config.early_stopping.patience > 0,
-        "convergence": bool(config.convergence),
-        "schedule.name='plateau'": config.schedule.name == "plateau",
-    }
-    for key, is_set in waiting.items():
-        if is_set and not any(map(is_validation, splits)):
-            raise ConfigError(
-                f"{key}: goes by evaluations, but the task's dataset('val') is None; give it a "
-                "validation split or leave this key out"
-            )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lockstep.errors import TaskError
 from lockstep.nn.cutting import Shard
+from lockstep.nn.deferred import ParameterDraws
 from lockstep.nn.holding import EVERYWHERE, WHOLE, Holding, Unit, is_released, release
 from lockstep.parallel.fold import BLOCK, Segment
 from lockstep.parallel.layout import Range, within
@@ -106,6 +107,7 @@ class FlatTensors:
         shards: what those tensors that are cut are parts of, by name.
         units: unit of each tensor that not every rank need have, by name.
         blocks: for each segment, the block of a pipeline that it is of; `WHOLE` if it has all.
+        draws: how to draw tensors that have no values yet, whose segments are closed; else None.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class FlatTensors:
         units: Mapping[str, Unit] | None = None,
         own: Holding | None = None,
         by_block: bool = False,
+        draws: ParameterDraws | None = None,
     ) -> None:
         """Move tensors.
 
@@ -126,6 +129,7 @@ class FlatTensors:
             units: unit of each tensor that not every rank need have, by name.
             own: blocks and shards to own; None for all.
             by_block: whether each block of a pipeline has segments of its own.
+            draws: how to draw the tensors, if they have no values yet.
 
         Raises:
             TaskError: a tensor's dtype is neither float32 nor float64.
@@ -140,7 +144,7 @@ class FlatTensors:
         self.shards: Mapping[str, Shard] = dict(shards or {})
         self.units: Mapping[str, Unit] = dict(units or {})
         self._groups, self._kind = groups, kind
-        self._own, self._by_block = own, by_block
+        self._own, self._by_block, self.draws = own, by_block, draws
         self.names = {id(tensor): name for group in groups for name, tensor in group}
         for group in groups:
             for name, tensor in group:
@@ -160,20 +164,33 @@ class FlatTensors:
         device = next((tensor.device for group in groups for _, tensor in group), None)
         for number, (dtype, numel) in enumerate(self.segments):
             self.flats.append(torch.zeros(numel, dtype=dtype, device=device))
+            if draws is not None:
+                self.close(number)
+                continue
             for tensor, entry in self._by_segment[number]:
                 view = self.view(self.flats, entry)
                 view.copy_(tensor.detach())
                 # By `data`, so that modules and optimizers keep the very objects they hold.
                 tensor.data = view
 
-    def restricted(self, own: Holding) -> FlatTensors:
-        """The same tensors in new memory, of some units only; the others keep their memory."""
-        return FlatTensors(self._groups, self._kind, self.shards, self.units, own, self._by_block)
+    def restricted(self, own: Holding, by_block: bool | None = None) -> FlatTensors:
+        """The same tensors in new memory, of some units only; the others keep their memory.
+
+        Args:
+            own: blocks and shards to own.
+            by_block: whether each block has segments of its own; None for as here.
+        """
+        by_block = self._by_block if by_block is None else by_block
+        return FlatTensors(
+            self._groups, self._kind, self.shards, self.units, own, by_block, self.draws
+        )
 
     def moved(self, units: Mapping[str, Unit]) -> FlatTensors:
         """The same tensors in new memory, with other units; this object must not be used again."""
         self.flats.clear()  # so that the memory of each is free as soon as its tensors have left
-        return FlatTensors(self._groups, self._kind, self.shards, units, self._own, self._by_block)
+        return FlatTensors(
+            self._groups, self._kind, self.shards, units, self._own, self._by_block, self.draws
+        )
 
     @property
     def wholes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -210,6 +227,8 @@ class FlatTensors:
 
     def renew(self) -> None:
         """Move tensors to memory without other references, so that `close` can free it."""
+        if self.draws is not None:
+            return  # it has none
         for segment, flat in enumerate(self.flats):
             self.flats[segment] = flat.clone()
             for tensor, entry in self._by_segment[segment]:
@@ -222,6 +241,15 @@ class FlatTensors:
         flat.untyped_storage().resize_(flat.numel() * flat.itemsize)
         for tensor, entry in self._by_segment[segment]:
             tensor.data = self.view(self.flats, entry)
+
+    def draw(self, segment: int) -> None:
+        """`open` a segment, and draw its tensors."""
+        assert self.draws is not None, "they have values"
+        self.open(segment)
+        with torch.no_grad():
+            self.flats[segment].zero_()
+            for tensor, entry in self._by_segment[segment]:
+                self.view(self.flats, entry).copy_(self.draws.make(tensor))
 
     def close(self, segment: int) -> None:
         """Free the memory of a segment; its tensors keep their shapes."""

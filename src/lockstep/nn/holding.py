@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lockstep.errors import TaskError
 from lockstep.parallel.axes import TIED, DepthAxis
@@ -266,9 +267,11 @@ def is_held(piece: Tensor) -> bool:
 
 def is_released(parameter: Tensor) -> bool:
     """Whether `release` has freed a parameter's memory."""
-    # A number has no strides that could be 0.
-    is_number = parameter.dim() == 0
-    return not is_held(parameter) or (is_number and bool(parameter.isnan()))
+    if parameter.dim() > 0:
+        return not is_held(parameter)
+    # A number has no strides that could be 0. What watches reads of parameters need not see this.
+    with _disable_current_modes():
+        return bool(parameter.isnan())
 
 
 def say_what_is_held(model: nn.Module) -> None:

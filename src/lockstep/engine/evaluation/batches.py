@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
@@ -12,12 +12,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.utils.data import default_collate
 
+from lockstep.config import TrainConfig
 from lockstep.data.attributes import AttributeGuard
 from lockstep.data.loader import Fetcher, Request, dataset_size, set_epoch, to_device
 from lockstep.data.passes import Draws, Pass, is_stream, stream_length
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.engine.task import Task, own_collate
-from lockstep.errors import DataError, TaskError, shared
+from lockstep.errors import ConfigError, DataError, TaskError, shared
 from lockstep.parallel.layout import split
 
 T = TypeVar("T")
@@ -262,3 +263,22 @@ class _StreamBatches(EvaluationBatches):
 
 def _empty(split_name: str) -> DataError:
     return DataError(f"dataset({split_name!r}): is empty; return None if there is none")
+
+
+def check_judged(config: TrainConfig, splits: Collection[str]) -> None:
+    """Refuse a config that needs evaluations if the task has no validation split.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    waiting = {
+        "early_stopping.patience": config.early_stopping.patience > 0,
+        "convergence": bool(config.convergence),
+        "schedule.name='plateau'": config.schedule.name == "plateau",
+    }
+    for key, is_set in waiting.items():
+        if is_set and not any(map(is_validation, splits)):
+            raise ConfigError(
+                f"{key}: goes by evaluations, but the task's dataset('val') is None; give it a "
+                "validation split or leave this key out"
+            )

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from lockstep.engine.digests import checksum
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.errors import TaskError
+from lockstep.nn.holding import is_released
 
 
 class TensorPlace(NamedTuple):
@@ -96,7 +97,7 @@ def changed_by(model: nn.Module, forward: Callable[[], object]) -> list[str]:
         # A value may stay as it was by chance. Batch norm's kernel does not count versions.
         is_same = now is tensor and tensor._version == version
         if isinstance(copy, int):
-            if not is_same or checksum(tensor) != copy:
+            if not is_same or _kept(tensor) != copy:
                 raise TaskError(changed_in_pass(f"parameter {name}"))
             continue
         if is_same and same_bits(tensor, copy):
@@ -109,7 +110,9 @@ def changed_by(model: nn.Module, forward: Callable[[], object]) -> list[str]:
 
 def _kept(tensor: Tensor) -> Tensor | int:
     """What is kept to detect a change: a copy to restore, or for parameters a checksum."""
-    return checksum(tensor) if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
+    if not isinstance(tensor, nn.Parameter):
+        return tensor.detach().clone()
+    return 0 if is_released(tensor) else checksum(tensor)
 
 
 def changed_in_pass(what: str) -> str:

@@ -10,12 +10,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from lockstep.comm.transport import Transport
-from lockstep.engine.digests import tensor_digest, tensors_digest
+from lockstep.engine.digests import combined_digest, tensor_digest, tensors_digest
 from lockstep.engine.placement import Placement
 from lockstep.engine.runtime import everywhere
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.errors import DataError, DivergenceError, TaskError, shared
 from lockstep.nn.cutting import held_tensors, units_of
+from lockstep.nn.deferred import ParameterDraws
 from lockstep.nn.holding import EVERYWHERE, RemoteTensor, is_released
 
 
@@ -37,13 +38,29 @@ def check_same(transport: Transport, facts: dict[str, Any]) -> None:
                 )
 
 
-def check_start(transport: Transport, model: nn.Module) -> None:
-    """Compare all ranks' freshly built models.
+def check_start(transport: Transport, model: nn.Module, draws: ParameterDraws | None) -> str:
+    """Compare all ranks' freshly built models, of which parameters may not be drawn yet.
+
+    Returns:
+        SHA-256 of the model, as `model_digest` gives it.
 
     Raises:
         TaskError: on every rank, naming the first tensor and the ranks that differ.
     """
-    which = _first_difference(transport, _digests(model.state_dict() | dict(model.named_buffers())))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    state = {n: parameters.get(n, tensor) for n, tensor in model.state_dict().items()}
+
+    def digest(name: str, tensor: Tensor) -> bytes:
+        if draws is not None and is_released(tensor):
+            tensor = draws.make(tensor)
+        return tensor_digest(name, tensor)
+
+    def digests_of_all() -> dict[str, bytes]:
+        tensors = state | dict(model.named_buffers())
+        return {name: digest(name, tensor) for name, tensor in tensors.items()}
+
+    digests = everywhere(transport, digests_of_all)
+    which = _first_difference(transport, {name: d.hex() for name, d in digests.items()})
     if which:
         raise shared(
             TaskError(
@@ -52,6 +69,7 @@ def check_start(transport: Transport, model: nn.Module) -> None:
                 "ranks), never from a rank, the time or the system"
             )
         )
+    return combined_digest({name: digests[name] for name in state})
 
 
 def check_replicas(

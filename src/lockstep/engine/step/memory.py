@@ -178,9 +178,9 @@ def check_memory(
     if sharding == "none" and config.optimizer.sharded:
         sharding = "optimizer"
     needed = needs.of(sharding, num_ranks)
-    # The parameters are there already.
     limit, available = min(memory_limits(), key=lambda pair: pair[1])
-    available += needs.parameters
+    # Parameters that have values are there already.
+    available += sum(flat.untyped_storage().nbytes() for flat in kept.flat.flats)
     if needed <= available:
         return
     lean = Needs(config, kept._replace(inner=None), can_regroup=False)

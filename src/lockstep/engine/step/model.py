@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,8 @@ from lockstep.engine.tables.run_tables import tables_of
 from lockstep.engine.task import Task, has_carry
 from lockstep.errors import ConfigError, TaskError
 from lockstep.nn.cutting import check_state_dict, cut, shards_of
-from lockstep.nn.holding import say_what_is_held
+from lockstep.nn.deferred import ParameterDraws, build_without_numbers, numbers_given
+from lockstep.nn.holding import is_released, say_what_is_held
 from lockstep.nn.module_row import ModuleRow
 from lockstep.nn.row import row_of, set_row
 from lockstep.nn.units import found_row
@@ -169,8 +171,19 @@ def build_model(task: Task, config: TrainConfig, device: torch.device) -> nn.Mod
     Raises:
         TaskError: it is no module.
     """
-    seed_all(random_key(config.seed, Stream.MODEL))
-    model = task.build_model()
+    return _model(task, config, device, by_block=False)[0]
+
+
+def _model(
+    task: Task, config: TrainConfig, device: torch.device, by_block: bool
+) -> tuple[nn.Module, ParameterDraws | None]:
+    """`build_model`, and how to draw parameters that are left without values if `by_block`."""
+    key, tape = random_key(config.seed, Stream.MODEL), None
+    seed_all(key)
+    if config.init == "by_name":
+        model, tape = build_without_numbers(task.build_model, key)
+    else:
+        model = task.build_model()
     if not isinstance(model, nn.Module):
         raise TaskError(f"build_model: must return an nn.Module, returned {type(model).__name__}")
     for name, module in model.named_modules():
@@ -184,19 +197,34 @@ def build_model(task: Task, config: TrainConfig, device: torch.device) -> nn.Mod
                 f"build_model: {name} is a lazy module without parameters yet; give its sizes, or "
                 "run a batch through the model in build_model"
             )
-    return model.to(device).train()
+    draws = numbers_given(model, tape, device if by_block else None) if tape else None
+    return model.to(device).train(), draws
 
 
-def built(
-    task: Task, config: TrainConfig, device: torch.device
-) -> tuple[nn.Module, Compute, torch.optim.Optimizer]:
-    """The model, cut as the config says; what computes it; and the optimizer of its parameters.
+class Built(NamedTuple):
+    """What a task and a config make.
+
+    Attributes:
+        model: model, cut as the config says.
+        compute: what computes it.
+        optimizer: optimizer of its parameters.
+        draws: how to draw these, if they have no values yet (`TrainConfig.draws_by_block`).
+    """
+
+    model: nn.Module
+    compute: Compute
+    optimizer: torch.optim.Optimizer
+    draws: ParameterDraws | None = None
+
+
+def built(task: Task, config: TrainConfig, device: torch.device) -> Built:
+    """Build model and optimizer.
 
     Raises:
         LockstepError: one of them cannot work.
     """
     keep_compiler_out()
-    model = build_model(task, config, device)
+    model, draws = _model(task, config, device, config.draws_by_block)
     check_aliases(task, model)
     if config.num_shards > 1:
         cut(model, config.num_shards)
@@ -210,13 +238,18 @@ def built(
     compute = Compute(task, model, config, device)
     _check_compression_fits(compute, config)
     if compute.local is not None:
-        return model, compute, compute.local.outer_optimizer()
+        return Built(model, compute, compute.local.outer_optimizer())
     optimizer = compute.phases.optimizer(task.build_optimizer(model))
     if optimizer is None:
         optimizer = default_optimizer(model, config)
     checked = check_optimizer(optimizer, model, config)
     _check_closure_fits(task, model, checked)
-    return model, compute, checked
+    if draws is not None:
+        trained = {id(p) for group in checked.param_groups for p in group["params"]}
+        for parameter in model.parameters():
+            if id(parameter) not in trained and is_released(parameter):
+                parameter.data = draws.make(parameter).to(device)
+    return Built(model, compute, checked, draws)
 
 
 def _check_closure_fits(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

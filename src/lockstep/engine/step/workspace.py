@@ -203,9 +203,15 @@ class Workspace:
     def take_slices(self) -> None:
         """With parameters in slices, keep those of the parameters as they are in flat memory."""
         if self._in_slices:
-            for flat, of_segment in zip(self._flat.flats, self.stepped, strict=True):
+            is_drawn = self._flat.draws is None
+            for segment, of_segment in enumerate(self.stepped):
+                if not is_drawn:
+                    self._flat.draw(segment)
                 for (first, last), parameters, _ in of_segment:
-                    parameters.copy_(flat[first:last])
+                    parameters.copy_(self._flat.flats[segment][first:last])
+                if not is_drawn:
+                    self._flat.close(segment)
+            self._flat.draws = None
 
     def open(self, segment: int) -> None:
         """Give a segment memory, in which what this rank keeps of it is right."""

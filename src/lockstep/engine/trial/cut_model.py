@@ -25,6 +25,7 @@ from lockstep.engine.evaluation.evaluation import Evaluation, eval_mode
 from lockstep.engine.passes.buffers import KeptBuffers
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.task import Loss, Task
+from lockstep.engine.trial.drawn_blocks import DrawnBlocks
 from lockstep.errors import LockstepError, TaskError
 from lockstep.nn.cutting import compute_in, joined_by_name, region_of, shards_of
 from lockstep.nn.holding import release
@@ -310,9 +311,14 @@ class _OneProcess(DepthAxis):
 class StageRehearsal:
     """Computes a loss as it is computed on as many stages as the row can be cut into."""
 
-    def __init__(self, row: Row) -> None:
-        """Prepare for a row whose parameters are all in memory."""
-        self._row = row
+    def __init__(self, row: Row, drawn: DrawnBlocks | None = None) -> None:
+        """Prepare.
+
+        Args:
+            row: row whose parameters are all in memory.
+            drawn: where they are, if they are there for a block at a time only.
+        """
+        self._row, self._drawn = row, drawn
         named = row.module.named_parameters(remove_duplicate=False)
         self._named = [(row.block_of(name), parameter) for name, parameter in named]
 
@@ -349,6 +355,10 @@ class StageRehearsal:
     def _only(self, own: Range) -> Iterator[None]:
         """Have NaN in place of the parameters of other blocks."""
         here = {id(p) for block, p in self._named if block in range(*own)}
+        if self._drawn is not None:
+            with self._drawn.only(here):
+                yield
+            return
         others = {id(p): p for _, p in self._named if id(p) not in here}.values()
         # By `data`, which autograd does not take for a change of what it has saved.
         kept = [parameter.data.clone() for parameter in others]

@@ -168,25 +168,23 @@ def _same(one: Any, two: Any) -> bool:
     return repr(one) == repr(two)
 
 
-class Rehearsal:
-    """Replaces the storage of a row's blocks: fills with NaN what would be freed.
+class OneBlock:
+    """Storage of a row whose parameters are there one block at a time. Not a collective.
 
-    Views see that too, since they share the memory. Gradients are freed when their block is left,
-    for there is no memory for all. Not a collective.
+    Gradients are freed when their block is left, for there is no memory for all.
 
     Attributes:
         gradients: checksums of those that were freed in this pass, by the parameter's id.
     """
 
     def __init__(self, row: Row, flat: FlatTensors) -> None:
-        """Keep a copy of all parameters.
+        """Prepare.
 
         Args:
-            row: blocks of a model whose parameters are all in memory.
+            row: blocks of a model.
             flat: its trainable parameters, with segments for each block.
         """
         self._row, self._flat = row, flat
-        self._kept = [memory.clone() for memory in flat.flats]
         self._users: Counter[int] = Counter()
         self._next = -1
         self.gradients: dict[int, int] = {}
@@ -198,29 +196,45 @@ class Rehearsal:
         uses = Counter(segment for needed in self._needed for segment in needed)
         self._of_one_block = {segment for segment, num in uses.items() if num == 1}
 
+    def _bring(self, segment: int) -> None:
+        """Have the parameters of a segment."""
+        raise NotImplementedError
+
+    def _take(self, segment: int) -> None:
+        """Have them no longer."""
+        raise NotImplementedError
+
     @contextmanager
     def begun(self) -> Iterator[None]:
-        """Use it for the model within the block; restore all parameters after it."""
-        self._row.storage, self._row.descend = self, self.descend
-        self.end_pass()
+        """Use it for the model within the block."""
+        self.begin()
         try:
             yield
         finally:
-            self._row.storage = self._row.descend = None
-            for memory, kept in zip(self._flat.flats, self._kept, strict=True):
-                memory.copy_(kept)
+            self.end()
+
+    def begin(self) -> None:
+        """Use it for the model."""
+        self._row.storage, self._row.descend = self, self.descend
+        self.end_pass()
+
+    def end(self) -> None:
+        """Use it no longer."""
+        self.end_pass()
+        self._row.storage = self._row.descend = None
 
     def end_pass(self) -> None:
         """Free all blocks."""
         self._users.clear()
-        for memory in self._flat.flats:
-            memory.fill_(float("nan"))
+        for segment in range(len(self._flat.segments)):
+            self._take(segment)
 
     def unshard(self, block: int) -> None:
         """See `lockstep.nn.holding.Storage`."""
         for segment in self._needed[block]:
             self._users[segment] += 1
-            self._flat.flats[segment].copy_(self._kept[segment])
+            if self._users[segment] == 1:
+                self._bring(segment)
 
     def prefetch(self, block: int) -> None:
         """Nothing to do: nothing travels."""
@@ -257,4 +271,29 @@ class Rehearsal:
         for segment in self._needed[block]:
             self._users[segment] -= 1
             if not self._users[segment]:
-                self._flat.flats[segment].fill_(float("nan"))
+                self._take(segment)
+
+
+class Rehearsal(OneBlock):
+    """Fills with NaN what would be freed. Views see that too, since they share the memory."""
+
+    def __init__(self, row: Row, flat: FlatTensors) -> None:
+        """Keep a copy of all parameters, which are all in memory; see `OneBlock`."""
+        super().__init__(row, flat)
+        self._kept = [memory.clone() for memory in flat.flats]
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Use it for the model within the block; restore all parameters after it."""
+        try:
+            with super().begun():
+                yield
+        finally:
+            for memory, kept in zip(self._flat.flats, self._kept, strict=True):
+                memory.copy_(kept)
+
+    def _bring(self, segment: int) -> None:
+        self._flat.flats[segment].copy_(self._kept[segment])
+
+    def _take(self, segment: int) -> None:
+        self._flat.flats[segment].fill_(float("nan"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Set
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from lockstep.engine.passes.buffers import batch_norm_buffers, changed_by
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.task import Loss, Task, is_scratch
 from lockstep.engine.trial.cut_model import StageRehearsal, differs_on_stages
+from lockstep.engine.trial.drawn_blocks import DrawnBlocks
 from lockstep.engine.trial.outcome import (
     Outcome,
     Rehearsal,
@@ -57,7 +59,12 @@ class Trial:
     """
 
     def __init__(
-        self, model: nn.Module, flat: FlatTensors, compute: Compute, loader: BatchSource
+        self,
+        model: nn.Module,
+        flat: FlatTensors,
+        compute: Compute,
+        loader: BatchSource,
+        drawn: DrawnBlocks | None = None,
     ) -> None:
         """Compute it twice, and once more after another microbatch; not a collective.
 
@@ -68,6 +75,7 @@ class Trial:
             flat: trainable parameters of the model in flat memory.
             compute: loss of the task.
             loader: loader of the training samples.
+            drawn: where parameters are, if they are drawn block by block; it has begun.
 
         Raises:
             TaskError: something is not the same every time, or a parameter has changed.
@@ -77,8 +85,9 @@ class Trial:
         self.use(flat)
         self._compute = compute
         self._loader = loader
-        self._end_pass: Callable[[], None] = _nothing
-        self._freed: dict[int, int] = {}
+        self._end_pass: Callable[[], None] = drawn.end_pass if drawn else _nothing
+        self._freed: dict[int, int] = drawn.gradients if drawn else {}
+        self._drawn = drawn
         self._stages: StageRehearsal | None = None
         at_first = self._state()
         self._first = self._run()
@@ -196,13 +205,22 @@ class Trial:
             TaskError: as above.
         """
         metrics: dict[str, object] = {}
+
+        def first() -> Mapping[str, object]:
+            with self._watched():
+                return val.first_batch(self._model, self._compute)
+
+        def second() -> None:
+            with self._watched():
+                val.compute_second_batch(self._model, self._compute)
+
         with shards_explained(self._model):
             digest = val.first_digest()
-            self._check_after(lambda: metrics.update(val.first_batch(self._model, self._compute)))
-            changed_by(self._model, lambda: val.compute_second_batch(self._model, self._compute))
+            self._check_after(lambda: metrics.update(first()))
+            changed_by(self._model, second)
             if val.first_digest() != digest:
                 raise TaskError(another_batch(split))
-            again = val.first_batch(self._model, self._compute)
+            again = first()
         check_evaluated(split, metrics, again)
         return metrics
 
@@ -299,13 +317,19 @@ class Trial:
         batch = self._loader.microbatch(step, 0)
         digest, drawn = data_digest(batch), [global_state()]  # the loss may change it in place
         carries = Carries()
-        with shards_explained(self._model):
-            loss = self._forward(step, batch, carries)
-        drawn.append(global_state())
-        loss.sum.backward(inputs=self._compute.targets(step))  # type: ignore[no-untyped-call]
+        with self._watched():
+            with shards_explained(self._model):
+                loss = self._forward(step, batch, carries)
+            drawn.append(global_state())
+            loss.sum.backward(inputs=self._compute.targets(step))  # type: ignore[no-untyped-call]
         self._end_pass()
         carry = carries.pending.get(0)
         return digest, loss, drawn, carry.digest if carry else ""
+
+    def _watched(self) -> AbstractContextManager[None]:
+        """Within it, parameters must be read in their blocks; stages read others in vain."""
+        is_watched = self._drawn is not None and self._stages is None
+        return self._drawn.watched() if self._drawn and is_watched else nullcontext()
 
     def _forward(self, step: int, batch: Any, carries: Carries) -> Loss:
         if self._stages is None:

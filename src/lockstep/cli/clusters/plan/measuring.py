@@ -40,7 +40,7 @@ def anatomy(kind: type[Task], config: TrainConfig) -> Anatomy:
     Raises:
         LockstepError: one of them cannot work.
     """
-    model, compute, optimizer = built(make_task(kind, config), config, torch.device("cpu"))
+    model, compute, optimizer, _ = built(make_task(kind, config), config, torch.device("cpu"))
     shards, row = shards_of(model), row_of(model)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     flat = FlatTensors(
