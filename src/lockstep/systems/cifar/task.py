@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep.config import (
     NO_OUTCOME,
+    Fraction,
     NonNegativeFloat,
     OptimizerConfig,
     Positive,
@@ -199,9 +200,6 @@ class _Block(nn.Module):
 def _convolution(inputs: int, outputs: int, stride: int) -> list[nn.Module]:
     convolution = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
     return [convolution, nn.BatchNorm2d(outputs)]
-
-
-Fraction = Annotated[float, Field(ge=0, lt=0.5)]
 
 
 class CifarConfig(TrainConfig):

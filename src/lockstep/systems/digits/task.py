@@ -11,12 +11,17 @@ from pydantic import Field
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lockstep.config import NO_OUTCOME, NonNegativeFloat, Positive, ScheduleConfig, TrainConfig
+from lockstep.config import (
+    NO_OUTCOME,
+    Fraction,
+    NonNegativeFloat,
+    Positive,
+    ScheduleConfig,
+    TrainConfig,
+)
 from lockstep.data.images import Labelled, embedded_digits, hold_out, idx_digits, mean_and_deviation
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import DataError
-
-Fraction = Annotated[float, Field(ge=0, lt=0.5)]
 
 
 class DigitsConfig(TrainConfig):

@@ -34,14 +34,6 @@ def predict(
 
 
 @app.command()
-def compare(run_dir: RunDir, checkpoint: Checkpoint = "latest") -> None:
-    """Compare predictions of held-out words with n-grams."""
-    with ending_at_interrupt():
-        from lockstep.systems.quantum import commands
-    print(*commands.compare(run_dir, checkpoint), sep="\n")
-
-
-@app.command()
 def draw(
     run_dir: RunDir,
     sentence: Annotated[str, typer.Argument(help="Two words or more.")],

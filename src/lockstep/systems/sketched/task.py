@@ -13,14 +13,20 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lockstep.config import NO_OUTCOME, NonNegativeFloat, OptimizerConfig, Positive, TrainConfig
+from lockstep.config import (
+    NO_OUTCOME,
+    Fraction,
+    NonNegativeFloat,
+    OptimizerConfig,
+    Positive,
+    TrainConfig,
+)
 from lockstep.data.images import Labelled, embedded_digits, hold_out, idx_digits, mean_and_deviation
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import DataError
 from lockstep.nn import Pipeline, shard
 from lockstep.systems.sketched import RandomFeatureAttention, SKLinear
 
-Fraction = Annotated[float, Field(ge=0, lt=0.5)]
 Ratio = Annotated[float, Field(gt=0, le=1)]
 
 
