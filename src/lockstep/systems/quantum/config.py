@@ -22,7 +22,6 @@ from lockstep.config import (
     PositiveFloat,
     TrainConfig,
 )
-from lockstep.errors import DataError
 from lockstep.systems.quantum import language as grammar
 from lockstep.systems.quantum.language import MAX_SENTENCES, Sentence, read_sentences
 
@@ -66,8 +65,8 @@ class QuantumConfig(TrainConfig):
     val_corpus: Path | None = Field(default=None, json_schema_extra=NO_OUTCOME)
     """The same for validation; without it, `val_fraction` of `corpus`."""
     val_fraction: Fraction = 0.1
-    """Part of the sentences of `corpus` that are held out for validation, by their digests; 0 for
-    none. The built-in ones are too few for it."""
+    """Part of the sentences of `corpus` that is held out for validation, by their digests; 0 for
+    none. Of the built-in ones none is."""
     validate_on: Literal["held_out", "train"] = "held_out"
     """`train`: validate on the training sentences, and hold out none. `best` is then the best on
     what was learned."""
@@ -223,7 +222,7 @@ def splits(config: QuantumConfig) -> dict[str, list[Sentence]]:
     """The sentences of `train`, and of `val` and `test` if there are any.
 
     Raises:
-        DataError: as `corpora`, or no sentence is left to train with.
+        DataError: as `corpora`.
     """
     found = corpora(config)
     if config.validate_on == "train":
@@ -231,12 +230,7 @@ def splits(config: QuantumConfig) -> dict[str, list[Sentence]]:
     if "val" in found or config.corpus is None or not config.val_fraction:
         return found
     train, val = grammar.held_out(found["train"], config.val_fraction)
-    if not train:
-        raise DataError(
-            f"corpus={config.corpus}: holding out val_fraction={config.val_fraction} for "
-            "validation leaves no sentence to train with; set val_corpus, or val_fraction=0"
-        )
-    return found | {"train": train, "val": val}
+    return found | {"train": train, "val": val} if val else found
 
 
 class Corpus(Dataset[tuple[Tensor, int]]):

@@ -178,10 +178,10 @@ def held_out(
 
     Args:
         sentences: the sentences, some perhaps several times.
-        fraction: part of the different sentences to hold out, at least one.
+        fraction: part of the different sentences to hold out, rounded; of very few none is.
     """
     by_digest = sorted(set(sentences), key=_digest)
-    held = set(by_digest[: max(1, round(fraction * len(by_digest)))])
+    held = set(by_digest[: round(fraction * len(by_digest))])
     return [s for s in sentences if s not in held], [s for s in sentences if s in held]
 
 
