@@ -55,7 +55,7 @@ def test_a_run_is_put_beside_what_its_task_names(here: Any, tmp_path: Path) -> N
     assert "Beside simple models" not in _report(here, tmp_path, "Line")
     done = here("eval", "Line", "--baselines")
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
-    assert "Line names no simple models; define baselines(self, model, split)" in done.stderr
+    assert "line names no simple models; define baselines(self, model, split)" in done.stderr
 
 
 def _report(here: Any, tmp_path: Path, run: str) -> str:
