@@ -18,8 +18,7 @@ from torch import nn
 
 from lockstep.config import override
 from lockstep.sketch import SKLinear, cqrrpt, rsvd
-from lockstep.systems.sketched.config import SketchedConfig
-from lockstep.systems.sketched.task import Sketched
+from lockstep.systems.sketched.task import Sketched, SketchedConfig
 from page import Section, command, page, write
 from run import DOCS, machine
 from sketched_layers import attention_works, fastest, linear_works

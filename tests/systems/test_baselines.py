@@ -16,8 +16,7 @@ from lockstep.observe.baselines import Beside, beside_baselines, keep, kept, tab
 from lockstep.systems.hrm.baselines import simple_answers
 from lockstep.systems.hrm.config import HrmConfig
 from lockstep.systems.hrm.puzzles import puzzles_of
-from lockstep.systems.sketched.config import SketchedConfig
-from lockstep.systems.sketched.task import Sketched
+from lockstep.systems.sketched.task import Sketched, SketchedConfig
 from lockstep.systems.ufs.baselines import simple_predictions
 
 TASK = """

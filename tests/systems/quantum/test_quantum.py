@@ -313,6 +313,14 @@ def test_stop_resume_predict_and_export(here, tmp_path: Path) -> None:
     assert len(rows) == 3
     pytest.importorskip("qiskit")
     assert "Rz(θ[47])" in here("quantum", "draw", run, "The cat flies").stdout
+    for name, suffix in (("qasm3", "qasm3"), ("csv", "csv")):
+        done = here("quantum", "export", run, "--sentence", "The cat flies", "--format", name)
+        assert done.returncode == 0, done.stderr
+        path, said = done.stdout.strip().split(": ")
+        assert path == f"{run}/circuit.{suffix}"
+        wanted, found = (float(text.split()[-1]) for text in said.split(", ")[1:])
+        assert wanted == pytest.approx(found, rel=1e-8)
+        assert 0 < wanted < 1
     done = here("quantum", "predict", run, "zebra")
     assert (done.returncode, "no vector for 'zebra'" in done.stderr) == (2, True)
 

@@ -33,11 +33,16 @@ from lockstep.systems.quantum.analysis import (
     pauli_z,
     two_design_variance,
 )
+from lockstep.systems.quantum.circuits.circuit import Circuit
 from lockstep.systems.quantum.config import QuantumConfig
-from lockstep.systems.quantum.interop.qasm import drawing
+from lockstep.systems.quantum.interop.files import FORMATS
+from lockstep.systems.quantum.interop.qasm import bound, drawing
+from lockstep.systems.quantum.simulation.statevector import statevector
 from lockstep.systems.quantum.task import Quantum
 from lockstep.systems.quantum.transformer.model import QuantumTransformer
 
+_READ_BACK = 1e-9
+"""Greatest difference of |A|² between a circuit and what was read back of it."""
 _CSV_COLUMNS = ("epoch", "loss", "grad_norm", "seconds")
 
 
@@ -99,10 +104,56 @@ def draw(run_dir: Path, sentence: str, which: str) -> list[str]:
             than two, or Qiskit is not installed.
     """
     task, model, _ = _trained(run_dir, which)
+    return drawing(_circuit(task, model, sentence), fold=100).split("\n")
+
+
+def export_circuit(
+    run_dir: Path, sentence: str, format: str, output: Path | None, which: str
+) -> list[str]:
+    """Write the superposition circuit of a sentence, with the trained angles.
+
+    What was written is read back, and has the probability |A|² of the model.
+
+    Args:
+        run_dir: path of the run directory.
+        sentence: words, separated by white space.
+        format: a key of `FORMATS`.
+        output: path of the file; `circuit` in the run directory, with the format's suffix, if left
+            out.
+        which: checkpoint: `best`, `latest`, or a step's number.
+
+    Returns:
+        Lines that say what was written.
+
+    Raises:
+        LockstepError: as `draw`, or the file cannot be written.
+    """
+    task, model, _ = _trained(run_dir, which)
+    kind = FORMATS[format]
+    circuit = _circuit(task, model, sentence)
+    circuit = bound(circuit, model.angles.detach()[task.best_restart(model)].flatten())
+    content = kind.write(circuit)
+    wanted, found = map(_probability_of_zero, (circuit, kind.read(content)))
+    if not math.isclose(wanted, found, rel_tol=_READ_BACK, abs_tol=_READ_BACK):
+        raise ConfigError(
+            f"--format {format}: the circuit that was read back has |A|² {found}, the model has "
+            f"{wanted}; nothing was written"
+        )
+    path = output or run_dir / f"circuit{kind.suffix}"
+    with file_errors(ConfigError, f"--output {path}"), replacing_binary(path) as file:
+        file.write(content)
+    return [f"{path}: {circuit.num_qubits} qubits, |A|² {wanted:.9g}, read back {found:.9g}"]
+
+
+def _circuit(task: Quantum, model: QuantumTransformer, sentence: str) -> Circuit:
     rows = task.rows(model, sentence)
     if len(rows) < 2:
         raise ConfigError(f"{sentence!r}: a sentence needs at least two words")
-    return drawing(model.circuit(rows), fold=100).split("\n")
+    return model.circuit(rows)
+
+
+def _probability_of_zero(circuit: Circuit) -> float:
+    return float(statevector(circuit)[0].abs().square())
 
 
 def training_log(events: list[dict[str, Any]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 
 from lockstep.nn import Pipeline, shard
 from lockstep.systems.sketched import RandomFeatureAttention, SKLinear
-from lockstep.systems.sketched.config import SketchedConfig
+
+if TYPE_CHECKING:
+    from lockstep.systems.sketched.task import SketchedConfig
 
 
 class Layers:
