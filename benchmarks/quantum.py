@@ -174,14 +174,14 @@ def ranks(quick: bool) -> Section:
             "eight sentences, parameter shift": ("quantum", "backend=circuit", "grad=shift"),
             "one sentence, parameter shift, 2 parts": (
                 "quantum", "backend=circuit", "grad=shift", "deal=shifts", "parts=2",
-                "num_microbatches=2", f"corpus={Path(folder) / 'one.txt'}",
+                "num_microbatches=2", "val_fraction=0", f"corpus={Path(folder) / 'one.txt'}",
             ),
             "ring of 16 qubits, 4 layers, parameter shift": (
                 str(HERE.parent / "examples" / "ising.py"), "num_layers=4", "field=0",
                 f"num_qubits={8 if quick else 16}",
             ),
-            "corpus, d = 4": ("quantum", f"corpus={corpus}"),
-            "corpus, d = 16": ("quantum", f"corpus={corpus}", "embedding_dim=16"),
+            "corpus, d = 4": ("quantum", "val_fraction=0", f"corpus={corpus}"),
+            "corpus, d = 16": ("quantum", "val_fraction=0", f"corpus={corpus}", "embedding_dim=16"),
         }  # fmt: skip
         for name, (target, *keys) in cases.items():
             steps = 4 if quick or "ring" in name else 14

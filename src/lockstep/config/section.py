@@ -96,6 +96,7 @@ Positive = Annotated[int, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Fraction = Annotated[float, Field(ge=0, lt=0.5)]
 
 
 # Type checkers look for this on the metaclass itself, not on pydantic's below it.

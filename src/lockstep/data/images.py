@@ -37,6 +37,8 @@ TYPES: Mapping[int, tuple[torch.dtype, str]] = MappingProxyType(
 _GZIP_MAGIC = b"\x1f\x8b"
 _CHUNK_BYTES = 1 << 20
 _MOST_NAMES_LISTED = 12
+_SCIKIT_LEARN = 'scikit-learn: pip install "lockstep-train[recipes]"'
+_LINEAR_STEPS = 1000
 
 
 def read_idx(path: Path | str) -> Tensor:
@@ -202,10 +204,7 @@ def embedded_digits() -> Labelled:
     """
     spec = importlib.util.find_spec("sklearn")
     if spec is None or spec.origin is None:
-        raise ConfigError(
-            "data_dir is not set, and the built-in digits need scikit-learn: "
-            'pip install "lockstep-train[recipes]"'
-        )
+        raise ConfigError(f"data_dir is not set, and the built-in digits need {_SCIKIT_LEARN}")
     file = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
     if file.is_file():  # to import scikit-learn takes 30 times as long as to read its file
         rows = torch.from_numpy(np.loadtxt(file, delimiter=","))
@@ -277,3 +276,45 @@ def hold_out(given: dict[str, Labelled], val: float, test: float) -> dict[str, L
         rows = rows[kept]
     splits["train"] = (images[rows], labels[rows])
     return {name: split for name, split in splits.items() if len(split[1])}
+
+
+def simple_classifiers(train: Labelled, held_out: Labelled) -> dict[str, dict[str, float]]:
+    """What simple classifiers of pixels reach: metrics by their names.
+
+    The commonest class, logistic regression, and the five nearest neighbours; of these neighbours
+    there is no loss, for a class that none has would have no probability.
+
+    Args:
+        train: images [N, ...] and labels [N] to learn.
+        held_out: those to classify.
+
+    Raises:
+        ConfigError: scikit-learn is not installed.
+    """
+    if importlib.util.find_spec("sklearn") is None:
+        raise ConfigError(f"simple classifiers need {_SCIKIT_LEARN}")
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import log_loss
+    from sklearn.neighbors import KNeighborsClassifier
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import MaxAbsScaler
+
+    (x, y), (unseen, labels) = (
+        (images.flatten(1).double().numpy(), classes.numpy())
+        for images, classes in (train, held_out)
+    )
+    counts = np.bincount(y, minlength=int(max(y.max(), labels.max())) + 1)
+    with np.errstate(divide="ignore"):
+        losses = -np.log(counts / counts.sum())[labels]
+    hits = (labels == counts.argmax()).mean()
+    linear = make_pipeline(MaxAbsScaler(), LogisticRegression(max_iter=_LINEAR_STEPS)).fit(x, y)
+    neighbours = KNeighborsClassifier(n_neighbors=5).fit(x, y)
+    likely = linear.predict_proba(unseen)
+    return {
+        "the commonest class": {"loss": float(losses.mean()), "accuracy": float(hits)},
+        "logistic regression": {
+            "loss": float(log_loss(labels, likely, labels=linear.classes_)),
+            "accuracy": float(linear.score(unseen, labels)),
+        },
+        "5 nearest neighbours": {"accuracy": float(neighbours.score(unseen, labels))},
+    }

@@ -174,6 +174,24 @@ class Reports(Protocol):
 
 
 @runtime_checkable
+class Compares(Protocol):
+    """A task that knows what simple models reach, for `lockstep eval --baselines`."""
+
+    def baselines(self, model: nn.Module, split: str) -> Mapping[str, Mapping[str, float]]:
+        """Metrics of simple models that have learned the training samples.
+
+        Args:
+            model: trained model in evaluation mode.
+            split: name of the split that they are measured on; the task has it.
+
+        Returns:
+            Metrics by the name of each simple model. A name that ends in `(limit)` is the best that
+            any model can reach. `the model` has those of `model`, if they are not what
+            `Task.evaluate` gives.
+        """
+
+
+@runtime_checkable
 class Adopts(Protocol):
     """A task whose samples are prepared with data of a trained model, such as its statistics."""
 

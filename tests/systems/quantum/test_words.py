@@ -17,9 +17,18 @@ import lockstep as ls
 from lockstep import config as config_module
 from lockstep.errors import ConfigError
 from lockstep.systems.quantum import language as grammar
-from lockstep.systems.quantum.commands import baselines, of_model
+from lockstep.systems.quantum.baselines import (
+    NETWORKS,
+    NGram,
+    WittenBell,
+    fitted,
+    largest,
+    of_network,
+    score,
+    targets_of,
+    tuned,
+)
 from lockstep.systems.quantum.config import QuantumConfig
-from lockstep.systems.quantum.language import NGram, score, tuned
 from lockstep.systems.quantum.task import Quantum
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "quantum_words.yaml"
@@ -34,14 +43,16 @@ def quantum(**keys: Any) -> Quantum:
 def test_the_grammar_draws_different_sentences_and_splits_are_disjoint(
     seed: int, count: int
 ) -> None:
-    train, test = grammar.splits(count, seed)
-    assert (len(train), len(test)) == (count, max(1, count // 8))
-    assert len({*train, *test}) == len(train) + len(test)
-    for sentence in (*train, *test):
+    found = grammar.splits(count, seed)
+    sizes = {name: len(split) for name, split in found.items()}
+    assert sizes == {"train": count, "test": max(1, count // 8), "val": max(1, count // 8)}
+    every = [sentence for split in found.values() for sentence in split]
+    assert len({*every}) == len(every)
+    for sentence in every:
         for place, word in enumerate(sentence):
             assert word in grammar.followers(sentence[:place])
         assert not grammar.followers(sentence)
-    assert grammar.splits(count, seed) == (train, test)
+    assert grammar.splits(count, seed) == found
 
 
 def test_the_grammar_has_as_many_words_and_sentences_as_it_says() -> None:
@@ -97,7 +108,7 @@ def test_the_metrics_of_training_are_those_of_the_comparison() -> None:
     model = task.build_model()
     held_out = task.dataset("test")
     found = task.evaluate(model, task.collate([held_out[i] for i in range(len(held_out))]))
-    expected = of_model(task, model)
+    expected = task.score(model, "test")
     assert found.sum.item() / float(found.weight) == pytest.approx(expected.loss)
     for name, value in (("accuracy", expected.accuracy), ("mean_rank", expected.rank)):
         total, count = found.metrics[name]
@@ -108,28 +119,85 @@ def test_restarts_have_their_own_likelihoods() -> None:
     task = quantum(restarts=2, clip_norm=None)
     torch.manual_seed(0)
     model = task.build_model()
-    held_out = task.dataset("test")
+    held_out = task.dataset("val")
     batch = task.collate([held_out[i] for i in range(len(held_out))])
-    found = task.evaluate(model, batch)
-    for restart in range(2):
-        total, count = found.metrics[f"restart_{restart}"]
-        assert float(total) / float(count) == pytest.approx(of_model(task, model, restart).loss)
+    totals = [task.evaluate(model, batch).metrics[f"restart_{i}"] for i in range(2)]
+    losses = [float(total) / float(count) for total, count in totals]
+    assert task.score(model, "val").loss == pytest.approx(min(losses))
+    assert task.best_restart(model) == losses.index(min(losses))
     task.loss(model, batch).sum.backward()
     assert model.angles.grad.abs().amin(0).max() > 0
 
 
-def test_the_grammar_itself_is_the_best_of_the_baselines() -> None:
-    found = baselines(quantum(grammar=300))
-    assert found["chance"].loss == pytest.approx(math.log(64))
-    best = found.pop("the grammar itself")
-    assert all(best.loss < other.loss and best.rank < other.rank for other in found.values())
-    assert found["bigram"].loss < found["unigram"].loss < found["chance"].loss
+def test_nothing_beats_the_grammar_itself_and_networks_beat_chance() -> None:
+    task = quantum(grammar=300)
+    found = task.baselines(task.build_model(), "test")
+    assert found["chance"]["loss"] == pytest.approx(math.log(64))
+    best = found.pop("the grammar itself (limit)")
+    assert all(best["loss"] < other["loss"] for other in found.values())
+    assert found["bigrams"]["loss"] < found["unigrams"]["loss"] < found["chance"]["loss"]
+    assert found["trigrams (Witten-Bell)"]["loss"] < found["bigrams"]["loss"]
+    most = task.build_model().angles.numel() + 64 * task.config.embedding_dim
+    for kind in NETWORKS:
+        name = next(name for name in found if name.startswith(f"{kind}, "))
+        assert int(name.split()[1].replace(",", "")) <= most
+        assert found[name]["loss"] < found["chance"]["loss"]
+
+
+def test_witten_bell_is_what_its_equation_says() -> None:
+    model = WittenBell([[0, 1, 2], [0, 1, 1], [1, 2]], 2, 3)
+    # Of the five words that follow, 1 is seen three times and 2 twice: two kinds.
+    unigrams = [2 / 7 * (1 / 3), 3 / 7 + 2 / 7 * (1 / 3), 2 / 7 + 2 / 7 * (1 / 3)]
+    assert model.probabilities([]).tolist() == pytest.approx(unigrams)
+    # After 1: 2 twice, 1 once.
+    after = [2 / 5 * unigrams[0], 1 / 5 + 2 / 5 * unigrams[1], 2 / 5 + 2 / 5 * unigrams[2]]
+    assert model.probabilities([0, 1]).tolist() == pytest.approx(after)
+    assert model.probabilities([2]).tolist() == pytest.approx(unigrams)  # never followed
+
+
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_a_network_learns_what_follows_and_sees_no_later_word(kind: str) -> None:
+    torch.manual_seed(0)
+    net = NETWORKS[kind](4, largest(NETWORKS[kind], 300, 4, 6), 6)
+    cycle = [[(first + i) % 4 for i in range(6)] for first in range(4)] * 20
+    fitted(net, cycle, cycle[:4], seed=1)
+    assert score(of_network(net, cycle[:4]), targets_of(cycle[:4])).accuracy == 1
+    one, other = of_network(net, [[0, 1, 2, 3]]), of_network(net, [[0, 1, 2, 1]])
+    assert torch.equal(one, other)
+
+
+def test_held_out_sentences_do_not_depend_on_order_and_are_never_learned(tmp_path: Path) -> None:
+    words = [f"a{i} b{i}" for i in range(30)]
+    text = [*words, *words[:7]]  # some are there twice
+    runs = []
+    for lines in (text, text[::-1]):
+        path = tmp_path / f"{len(runs)}.txt"
+        path.write_text("\n".join(lines))
+        runs.append(Quantum(QuantumConfig(corpus=path, val_fraction=0.2)).sentences)
+    first, second = runs
+    assert set(first["val"]) == set(second["val"])
+    assert len(set(first["val"])) == 6
+    assert not set(first["val"]) & set(first["train"])
+    assert len(first["val"]) + len(first["train"]) == 37
+    whole = Quantum(QuantumConfig(corpus=path, validate_on="train")).sentences
+    assert whole["val"] == whole["train"]
+    assert len(whole["train"]) == 37
+    other = tmp_path / "val.txt"
+    other.write_text("x y\n")
+    assert Quantum(QuantumConfig(corpus=path, val_corpus=other)).sentences["val"] == [("x", "y")]
+    nothing = Quantum(QuantumConfig(corpus=path, val_fraction=0))
+    assert nothing.dataset("val") is None
+    assert Quantum(QuantumConfig()).dataset("val") is None  # eight built-in sentences
+    kept = Quantum(QuantumConfig(corpus=path)).vocabulary
+    assert kept == nothing.vocabulary, "a word has the same vector whatever is held out"
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
         ({"grammar": 9, "corpus": "a.txt"}, "grammar=9: is a corpus itself"),
+        ({"validate_on": "train", "val_corpus": "a.txt"}, "validate_on=train: leave val_corpus"),
+        ({"val_fraction": 0.5}, "val_fraction=0.5"),
         ({"grammar": 0}, "grammar=0"),
         ({"grammar": 10**6}, "grammar=1000000"),
         ({"embedding": "trainable", "backend": "circuit"}, "embedding=trainable: needs backend"),
@@ -150,12 +218,11 @@ def test_bad_keys_are_refused(keys: dict[str, Any], message: str) -> None:
         config_module.build(QuantumConfig, keys, "test")
 
 
-def test_without_held_out_sentences_there_is_nothing_to_compare(tmp_path: Path) -> None:
+def test_of_very_few_sentences_none_is_held_out(tmp_path: Path) -> None:
     path = tmp_path / "corpus.txt"
-    path.write_text("The cat flies\n")
+    path.write_text("The cat flies\nA dog barks\n")
     task = Quantum(QuantumConfig(corpus=path))
-    with pytest.raises(ConfigError, match="no held-out sentences"):
-        baselines(task)
+    assert {name: len(split) for name, split in task.sentences.items()} == {"train": 2}
 
 
 def test_any_number_of_ranks_gives_the_same_bits_and_commands_follow(
@@ -167,9 +234,12 @@ def test_any_number_of_ranks_gives_the_same_bits_and_commands_follow(
     assert done.returncode == 0, done.stdout + done.stderr
     one, two = (result(tmp_path / run) for run in ("one", "two"))
     assert one["params_sha256"] == two["params_sha256"]
-    done = here("quantum", "compare", "two")
-    assert done.stdout.splitlines()[0] == "next words of 6 held-out sentences"
-    assert done.stdout.splitlines()[-1].startswith("the model ")
+    done = here("eval", "two", "--baselines")
+    assert done.returncode == 0, done.stderr
+    table = done.stdout.partition("\n\n")[2].splitlines()
+    assert table[0].split() == ["test,", "step", "4", "accuracy", "rank", "loss"]
+    assert table[-2].startswith("the model ")
+    assert table[-1].startswith("better loss than the model (")
     word = Quantum(QuantumConfig(grammar=48)).sentences["train"][0][0]
     assert here("quantum", "predict", "one", word).stdout.splitlines()[1].split()[0] == "the"
     assert here("quantum", "export", "one", "--output", "x.npz").returncode == 0
@@ -192,7 +262,8 @@ def test_what_it_learns_beats_bigrams(tmp_path: Path) -> None:
     keys = yaml.safe_load(EXAMPLE.read_text())
     task = Quantum(QuantumConfig(**keys))
     model = ls.train(task, task.config, run_dir=tmp_path / "run", quiet=True).model
-    found, bigram = of_model(task, model), baselines(task)["bigram"]
-    assert found.accuracy > bigram.accuracy + 0.01
-    assert found.rank < bigram.rank - 0.7
-    assert found.loss < bigram.loss - 0.2
+    beside = task.baselines(model, "test")
+    found, bigrams = beside["the model"], beside["bigrams"]
+    assert found["accuracy"] > bigrams["accuracy"] + 0.01
+    assert found["rank"] < bigrams["rank"] - 0.7
+    assert found["loss"] < bigrams["loss"] - 0.2

@@ -14,7 +14,8 @@ import lockstep as ls
 from lockstep import config as config_module
 from lockstep.errors import ConfigError
 from lockstep.sketch import RandomFeatureAttention, SKLinear, replace_layers
-from lockstep.systems.sketched.task import ExactAttention, Sketched, SketchedConfig
+from lockstep.systems.sketched.networks import ExactAttention
+from lockstep.systems.sketched.task import Sketched, SketchedConfig
 
 SMALL = ("hidden=[24,16]", "image_size=8", "num_microbatches=6", "batch_size=24", "epochs=1")
 CASES = {

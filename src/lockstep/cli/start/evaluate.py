@@ -24,8 +24,9 @@ from lockstep.launching.rank.environment import detect
 from lockstep.launching.rank.join import open_transport
 from lockstep.launching.rank.process import num_threads
 from lockstep.launching.remote import local_copy
-from lockstep.launching.systems import Applies, Exports, Reports
+from lockstep.launching.systems import Applies, Compares, Exports, Reports
 from lockstep.launching.targets import make_task, task_class, trusted_target
+from lockstep.observe.baselines import beside_baselines, keep, table
 
 
 def evaluate(
@@ -34,6 +35,7 @@ def evaluate(
     which: str,
     report: Path | None = None,
     overrides: Sequence[str] = (),
+    compares: bool = False,
 ) -> tuple[dict[str, float], list[str]]:
     """Loss and metrics of a run's checkpoint, computed by all ranks.
 
@@ -43,10 +45,12 @@ def evaluate(
         which: checkpoint to evaluate: `best`, `latest`, or a step's number.
         report: path of a folder for the task's report, if one is wanted; rank 0 writes it.
         overrides: `key=value` items for the config, to evaluate other data than the run's.
+        compares: whether to measure simple models beside it, too; rank 0 does, and keeps what it
+            found in the run directory for `lockstep report`.
 
     Returns:
         The metrics, and lines for people: metrics of more than one number, warnings about other
-        data, and the report's lines.
+        data, the report's lines, and a table of simple models.
 
     Raises:
         LockstepError: there is no such run, checkpoint or split, or the overrides are of another
@@ -64,6 +68,11 @@ def evaluate(
             raise ConfigError(f"--split {split}: must be one of {', '.join(splits_there)}")
         if report is not None and not isinstance(task, Reports):
             raise ConfigError(f"--report {report}: {task.name} has no report beyond its metrics")
+        if compares and not isinstance(task, Compares):
+            raise ConfigError(
+                f"--baselines: {task.name} names no simple models; define "
+                "baselines(self, model, split) in the task"
+            )
         snapshot = find_snapshot(directory.checkpoints, which)
         transport = open_transport(environment, device, TIMEOUT_S)
         try:
@@ -77,6 +86,11 @@ def evaluate(
             more += _on_other_data(task, snapshot)
             if isinstance(task, Reports) and report is not None and transport.rank == 0:
                 more += task.report(model.eval(), split, made(report, "--report"), run_dir)
+            if isinstance(task, Compares) and compares and transport.rank == 0:
+                found = task.baselines(model.eval(), split)
+                beside = beside_baselines(found, scores.metrics, split, snapshot.step, config)
+                keep(beside, run_dir)
+                more += ["", *table(beside)]
             return scores.metrics, more
         finally:
             transport.close()
@@ -100,9 +114,10 @@ def lines(
     which: str,
     report: Path | None = None,
     overrides: Sequence[str] = (),
+    compares: bool = False,
 ) -> list[str]:
     """The lines that `lockstep eval` prints; none on ranks other than the first."""
-    metrics, more = evaluate(run_dir, split, which, report, overrides)
+    metrics, more = evaluate(run_dir, split, which, report, overrides, compares)
     if detect(os.environ).rank:
         return []
     return [*(f"{name:16} {value:.6g}" for name, value in metrics.items()), *more]

@@ -167,6 +167,9 @@ def evaluate(
     report: Annotated[
         Path | None, typer.Option("--report", help="A folder for tables and pictures.")
     ] = None,
+    baselines: Annotated[
+        bool, typer.Option("--baselines", help="Measure simple models on the split as well.")
+    ] = False,
 ) -> None:
     """Evaluate a checkpoint of a run on a split.
 
@@ -174,7 +177,9 @@ def evaluate(
     """
     with ending_at_interrupt():
         from lockstep.cli.start import evaluate as command
-    for line in command.lines(run_dir, split, checkpoint, report, overrides or []):
+    for line in command.lines(
+        run_dir, split, checkpoint, report, overrides or [], compares=baselines
+    ):
         print(line)
 
 

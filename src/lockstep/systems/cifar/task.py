@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep.config import (
     NO_OUTCOME,
+    Fraction,
     NonNegativeFloat,
     OptimizerConfig,
     Positive,
@@ -26,7 +27,13 @@ from lockstep.config import (
     TrainConfig,
 )
 from lockstep.config.files import open_to_read
-from lockstep.data.images import Labelled, hold_out, idx_digits, mean_and_deviation
+from lockstep.data.images import (
+    Labelled,
+    hold_out,
+    idx_digits,
+    mean_and_deviation,
+    simple_classifiers,
+)
 from lockstep.data.random import generator
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import ConfigError, DataError
@@ -201,9 +208,6 @@ def _convolution(inputs: int, outputs: int, stride: int) -> list[nn.Module]:
     return [convolution, nn.BatchNorm2d(outputs)]
 
 
-Fraction = Annotated[float, Field(ge=0, lt=0.5)]
-
-
 class CifarConfig(TrainConfig):
     """The keys of the network and its data, and defaults that suit them."""
 
@@ -267,6 +271,10 @@ class Cifar(Task):
             weight=len(labels),
             metrics={"accuracy": (correct, len(labels))},
         )
+
+    def baselines(self, model: nn.Module, split: str) -> dict[str, dict[str, float]]:
+        """What simple classifiers of the same pixels reach."""
+        return simple_classifiers(self._splits["train"], self._splits[split])
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor]:

@@ -11,12 +11,24 @@ from pydantic import Field
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lockstep.config import NO_OUTCOME, NonNegativeFloat, Positive, ScheduleConfig, TrainConfig
-from lockstep.data.images import Labelled, embedded_digits, hold_out, idx_digits, mean_and_deviation
+from lockstep.config import (
+    NO_OUTCOME,
+    Fraction,
+    NonNegativeFloat,
+    Positive,
+    ScheduleConfig,
+    TrainConfig,
+)
+from lockstep.data.images import (
+    Labelled,
+    embedded_digits,
+    hold_out,
+    idx_digits,
+    mean_and_deviation,
+    simple_classifiers,
+)
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import DataError
-
-Fraction = Annotated[float, Field(ge=0, lt=0.5)]
 
 
 class DigitsConfig(TrainConfig):
@@ -82,6 +94,10 @@ class Digits(Task):
             weight=len(labels),
             metrics={"accuracy": (correct, len(labels))},
         )
+
+    def baselines(self, model: nn.Module, split: str) -> dict[str, dict[str, float]]:
+        """What simple classifiers of the same pixels reach."""
+        return simple_classifiers(self._splits["train"], self._splits[split])
 
     @cached_property
     def _splits(self) -> dict[str, Labelled]:

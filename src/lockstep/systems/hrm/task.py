@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lockstep.engine.hook import Hook
@@ -18,6 +18,7 @@ from lockstep.engine.task import Loss, Task
 from lockstep.hooks import EMA
 from lockstep.nn import SparseEmbedding
 from lockstep.optim import AdamATan2, RowSignSGD
+from lockstep.systems.hrm.baselines import simple_answers
 from lockstep.systems.hrm.config import HrmConfig
 from lockstep.systems.hrm.names import checked_names, names_digest
 from lockstep.systems.hrm.puzzles import Puzzles, puzzles_of
@@ -221,6 +222,10 @@ class Hrm(Task):
         if self.config.early_halting:
             metrics["segments"] = (solved.steps.sum(), count)
         return Loss(self._token_losses(logits, labels).sum(), count, metrics)
+
+    def baselines(self, model: nn.Module, split: str) -> dict[str, dict[str, float]]:
+        """How puzzles are answered without a model."""
+        return simple_answers(self.puzzles["train"], self.puzzles[split])
 
     def solve(
         self, model: ReasoningModel, inputs: Tensor, identifiers: Tensor | None = None

@@ -34,14 +34,6 @@ def predict(
 
 
 @app.command()
-def compare(run_dir: RunDir, checkpoint: Checkpoint = "latest") -> None:
-    """Compare predictions of held-out words with n-grams."""
-    with ending_at_interrupt():
-        from lockstep.systems.quantum import commands
-    print(*commands.compare(run_dir, checkpoint), sep="\n")
-
-
-@app.command()
 def draw(
     run_dir: RunDir,
     sentence: Annotated[str, typer.Argument(help="Two words or more.")],
@@ -56,13 +48,23 @@ def draw(
 @app.command()
 def export(
     run_dir: RunDir,
-    output: Annotated[Path | None, typer.Option("--output", help="The .npz to write.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", help="The file to write.")] = None,
     checkpoint: Checkpoint = "latest",
+    sentence: Annotated[
+        str | None, typer.Option("--sentence", help="Write the circuit of a sentence instead.")
+    ] = None,
+    format: Annotated[
+        Literal["qasm2", "qasm3", "qiskit", "csv"],
+        typer.Option("--format", help="Of the circuit; qiskit is QPY."),
+    ] = "qasm3",
 ) -> None:
-    """Write parameters as .npz and the training log as CSV."""
+    """Write parameters as .npz and the training log as CSV, or a circuit."""
     with ending_at_interrupt():
         from lockstep.systems.quantum import commands
-    print(*commands.export(run_dir, output, checkpoint), sep="\n")
+    if sentence is None:
+        print(*commands.export(run_dir, output, checkpoint), sep="\n")
+    else:
+        print(*commands.export_circuit(run_dir, sentence, format, output, checkpoint), sep="\n")
 
 
 @app.command()

@@ -11,20 +11,18 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lockstep.config import load
 from lockstep.config.files import replacing, replacing_binary
-from lockstep.config.parsing import option_numbers, parse_int
+from lockstep.config.parsing import option_numbers
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.events import RunStarted, StepDone
 from lockstep.engine.snapshot.restore import find_snapshot
-from lockstep.errors import CheckpointError, ConfigError, file_errors
+from lockstep.errors import ConfigError, file_errors
 from lockstep.launching.api.trained import restored
 from lockstep.observe import event_from_row, read_events
 from lockstep.observe.figures import check_picture, new_figure, save
-from lockstep.systems.quantum import language as grammar
 from lockstep.systems.quantum.analysis import (
     ANSAETZE,
     decay,
@@ -35,86 +33,16 @@ from lockstep.systems.quantum.analysis import (
     pauli_z,
     two_design_variance,
 )
+from lockstep.systems.quantum.circuits.circuit import Circuit
 from lockstep.systems.quantum.config import QuantumConfig
-from lockstep.systems.quantum.interop.qasm import drawing
-from lockstep.systems.quantum.language import Rows, Score, predictions, score, targets
+from lockstep.systems.quantum.interop.files import FORMATS
+from lockstep.systems.quantum.interop.qasm import bound, drawing
+from lockstep.systems.quantum.simulation.statevector import statevector
 from lockstep.systems.quantum.task import Quantum
 from lockstep.systems.quantum.transformer.model import QuantumTransformer
 
-_AT_A_TIME = 64
-"""Sentences whose next words the model predicts at a time."""
-_NAMES = {1: "unigram", 2: "bigram", 3: "trigram"}
-
-
-def baselines(task: Quantum) -> dict[str, Score]:
-    """Scores on the held-out sentences without a model: chance, n-grams, and the grammar itself.
-
-    The last one, for sentences of the grammar only, is the best that any model can expect.
-
-    Raises:
-        ConfigError: there are no held-out sentences.
-    """
-    held_out = _held_out(task)
-    target, count = targets(held_out), len(task.vocabulary)
-    found = {"chance": Score(1 / count, (count + 1) / 2, math.log(count))}
-    for order, name in _NAMES.items():
-        found[name] = score(predictions(task.ngram(order), held_out).log(), target)
-    if task.config.grammar is not None:
-        found["the grammar itself"] = score(_true(task).log(), target)
-    return found
-
-
-@torch.no_grad()
-def of_model(task: Quantum, model: QuantumTransformer, restart: int = 0) -> Score:
-    """The score of a model on the held-out sentences.
-
-    Args:
-        task: task of the run.
-        model: its model.
-        restart: number of the restart whose angles are used.
-
-    Raises:
-        ConfigError: there are no held-out sentences.
-    """
-    held_out = _held_out(task)
-    rows = []
-    for first in range(0, len(held_out), _AT_A_TIME):
-        sentences = held_out[first : first + _AT_A_TIME]
-        batch = task.collate([(torch.tensor(sentence), 0) for sentence in sentences])
-        logarithms = task.next_words(model, batch)[restart].cpu()
-        rows += [found[: len(s) - 1] for found, s in zip(logarithms, sentences, strict=True)]
-    return score(torch.cat(rows), targets(held_out))
-
-
-def _table(scores: dict[str, Score]) -> list[str]:
-    """Lines of name, accuracy, mean rank and loss."""
-    width = max(map(len, scores))
-    lines = [f"{'':{width}}  accuracy  mean rank  -ln P a word"]
-    return lines + [
-        f"{name:{width}}  {s.accuracy:8.4f}  {s.rank:9.3f}  {s.loss:12.4f}"
-        for name, s in scores.items()
-    ]
-
-
-def _held_out(task: Quantum) -> Sequence[Rows]:
-    if "test" not in task.sentences:
-        raise ConfigError("the run has no held-out sentences; train with test_corpus or grammar")
-    return task.numbered("test")
-
-
-def _true(task: Quantum) -> Tensor:
-    """The grammar's probabilities of all words at each position but the first."""
-    rows = []
-    for sentence in task.sentences["test"]:
-        for place in range(1, len(sentence)):
-            likely = torch.zeros(len(task.vocabulary), dtype=torch.float64)
-            chosen = grammar.followers(sentence[:place])
-            # A small corpus may lack some words of the grammar.
-            likely[[task.vocabulary[w] for w in chosen if w in task.vocabulary]] = 1 / len(chosen)
-            rows.append(likely)
-    return torch.stack(rows)
-
-
+_READ_BACK = 1e-9
+"""Greatest difference of |A|² between a circuit and what was read back of it."""
 _CSV_COLUMNS = ("epoch", "loss", "grad_norm", "seconds")
 
 
@@ -124,27 +52,12 @@ def predict(run_dir: Path, prefix: str, which: str, top: int) -> list[str]:
     Raises:
         LockstepError: there is no such run or checkpoint, or a word has no vector.
     """
-    task, model, snapshot = _trained(run_dir, which)
-    ranked = task.predict(model, prefix, _best_restart(snapshot))
+    task, model, _ = _trained(run_dir, which)
+    ranked = task.predict(model, prefix, task.best_restart(model))
     width = max(len(each.word) for each in ranked[:top])
     return [f"{'':{width}}   model  bigram"] + [
         f"{each.word:{width}}  {each.probability:.4f}  {each.bigram:.4f}" for each in ranked[:top]
     ]
-
-
-def compare(run_dir: Path, which: str) -> list[str]:
-    """How well next words of the held-out sentences are predicted: lines of a table.
-
-    Raises:
-        LockstepError: there is no such run or checkpoint, or it has no held-out sentences.
-    """
-    task, model, snapshot = _trained(run_dir, which)
-    scores = baselines(task)
-    scores["the model"] = of_model(task, model, _best_restart(snapshot))
-    held_out = task.sentences["test"]
-    known = len(set(held_out) & set(task.sentences["train"]))
-    remark = f"; {known} of them are training sentences, too" if known else ""
-    return [f"next words of {len(held_out)} held-out sentences{remark}", *_table(scores)]
 
 
 def export(run_dir: Path, output: Path | None, which: str) -> list[str]:
@@ -169,7 +82,7 @@ def export(run_dir: Path, output: Path | None, which: str) -> list[str]:
         with replacing_binary(path) as file:
             np.savez(
                 file,
-                params=angles[_best_restart(snapshot)],
+                params=angles[task.best_restart(model)],
                 restarts=angles,
                 epoch=snapshot.meta["sampler"]["epoch"],
                 lr=task.config.lr,
@@ -191,10 +104,56 @@ def draw(run_dir: Path, sentence: str, which: str) -> list[str]:
             than two, or Qiskit is not installed.
     """
     task, model, _ = _trained(run_dir, which)
+    return drawing(_circuit(task, model, sentence), fold=100).split("\n")
+
+
+def export_circuit(
+    run_dir: Path, sentence: str, format: str, output: Path | None, which: str
+) -> list[str]:
+    """Write the superposition circuit of a sentence, with the trained angles.
+
+    What was written is read back, and has the probability |A|² of the model.
+
+    Args:
+        run_dir: path of the run directory.
+        sentence: words, separated by white space.
+        format: a key of `FORMATS`.
+        output: path of the file; `circuit` in the run directory, with the format's suffix, if left
+            out.
+        which: checkpoint: `best`, `latest`, or a step's number.
+
+    Returns:
+        Lines that say what was written.
+
+    Raises:
+        LockstepError: as `draw`, or the file cannot be written.
+    """
+    task, model, _ = _trained(run_dir, which)
+    kind = FORMATS[format]
+    circuit = _circuit(task, model, sentence)
+    circuit = bound(circuit, model.angles.detach()[task.best_restart(model)].flatten())
+    content = kind.write(circuit)
+    wanted, found = map(_probability_of_zero, (circuit, kind.read(content)))
+    if not math.isclose(wanted, found, rel_tol=_READ_BACK, abs_tol=_READ_BACK):
+        raise ConfigError(
+            f"--format {format}: the circuit that was read back has |A|² {found}, the model has "
+            f"{wanted}; nothing was written"
+        )
+    path = output or run_dir / f"circuit{kind.suffix}"
+    with file_errors(ConfigError, f"--output {path}"), replacing_binary(path) as file:
+        file.write(content)
+    return [f"{path}: {circuit.num_qubits} qubits, |A|² {wanted:.9g}, read back {found:.9g}"]
+
+
+def _circuit(task: Quantum, model: QuantumTransformer, sentence: str) -> Circuit:
     rows = task.rows(model, sentence)
     if len(rows) < 2:
         raise ConfigError(f"{sentence!r}: a sentence needs at least two words")
-    return drawing(model.circuit(rows), fold=100).split("\n")
+    return model.circuit(rows)
+
+
+def _probability_of_zero(circuit: Circuit) -> float:
+    return float(statevector(circuit)[0].abs().square())
 
 
 def training_log(events: list[dict[str, Any]]) -> str:
@@ -234,19 +193,6 @@ def _trained(run_dir: Path, which: str) -> tuple[Quantum, QuantumTransformer, Sn
     model = restored(task, task.config, snapshot, torch.device("cpu"), where)
     assert isinstance(model, QuantumTransformer)
     return task, model, snapshot
-
-
-def _best_restart(snapshot: Snapshot) -> int:
-    """The restart with the least loss in the last evaluation; 0 if there was none."""
-    metrics = snapshot.meta["progress"]["metrics"]
-    losses = {k: v for k, v in metrics.items() if k.startswith("val/restart_")}
-    number = min(losses, key=losses.__getitem__).rpartition("_")[2] if losses else "0"
-    try:
-        return parse_int(number, most=len(snapshot.model["angles"]) - 1)
-    except ValueError as error:
-        raise CheckpointError(
-            f"step {snapshot.step}: progress.metrics has no such restart: {error}"
-        ) from None
 
 
 _MAX_QUBITS = 24

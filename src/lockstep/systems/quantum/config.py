@@ -15,6 +15,7 @@ from lockstep.config import (
     CheckpointConfig,
     Count,
     DataConfig,
+    Fraction,
     NonNegativeFloat,
     OptimizerConfig,
     Positive,
@@ -61,11 +62,19 @@ class QuantumConfig(TrainConfig):
     """Independent sets of angles, trained side by side; more than one needs `clip_norm=null`."""
     corpus: Path | None = Field(default=None, json_schema_extra=NO_OUTCOME)
     """UTF-8 text, one sentence a line; without it, eight built-in sentences."""
+    val_corpus: Path | None = Field(default=None, json_schema_extra=NO_OUTCOME)
+    """The same for validation; without it, `val_fraction` of `corpus`."""
+    val_fraction: Fraction = 0.1
+    """Part of the sentences of `corpus` that is held out for validation, by their digests; 0 for
+    none. Of the built-in ones none is."""
+    validate_on: Literal["held_out", "train"] = "held_out"
+    """`train`: validate on the training sentences, and hold out none. `best` is then the best on
+    what was learned."""
     test_corpus: Path | None = Field(default=None, json_schema_extra=NO_OUTCOME)
     """The same for testing; without both, four built-in sentences."""
     grammar: Annotated[int, Field(ge=1, le=MAX_SENTENCES)] | None = None
     """Sentences of an artificial language to learn instead of a corpus, drawn from the seed; an
-    eighth as many others are for testing."""
+    eighth as many others are for testing, and again as many for validation."""
     backend: Literal["closed_form", "circuit"] = "closed_form"
     """Whether amplitudes are computed, or circuits simulated gate by gate."""
     grad: Literal["exact", "shift"] = "exact"
@@ -118,10 +127,15 @@ class QuantumConfig(TrainConfig):
 
     @model_validator(mode="after")
     def _words_fit(self) -> QuantumConfig:
-        if self.grammar is not None and (self.corpus is not None or self.test_corpus is not None):
+        files = {"corpus": self.corpus, "val_corpus": self.val_corpus}
+        files["test_corpus"] = self.test_corpus
+        given = [name for name, path in files.items() if path is not None]
+        if self.grammar is not None and given:
             raise ValueError(
-                f"grammar={self.grammar}: is a corpus itself; leave corpus and test_corpus out"
+                f"grammar={self.grammar}: is a corpus itself; leave {' and '.join(given)} out"
             )
+        if self.validate_on == "train" and self.val_corpus is not None:
+            raise ValueError("validate_on=train: leave val_corpus out")
         for key in ("embedding=trainable", "objective=likelihood"):
             name, _, value = key.partition("=")
             if getattr(self, name) == value and self.backend != "closed_form":
@@ -188,19 +202,35 @@ TEST = (
 """Sentences to test with where neither `corpus` nor `test_corpus` is set."""
 
 
-def splits(config: QuantumConfig) -> dict[str, list[Sentence]]:
-    """The sentences of `train`, and of `test` if there are any.
+def corpora(config: QuantumConfig) -> dict[str, list[Sentence]]:
+    """All sentences to train with, and those that are for `test` and `val` alone, if there are any.
 
     Raises:
         DataError: a corpus cannot be read or has a sentence without a next word.
     """
     if config.grammar is not None:
-        train, test = grammar.splits(config.grammar, config.seed)
-        return {"train": train, "test": test}
+        return grammar.splits(config.grammar, config.seed)
     found = {"train": _sentences(config.corpus, TRAIN)}
     if config.test_corpus is not None or config.corpus is None:
         found["test"] = _sentences(config.test_corpus, TEST)
+    if config.val_corpus is not None:
+        found["val"] = _sentences(config.val_corpus, ())
     return found
+
+
+def splits(config: QuantumConfig) -> dict[str, list[Sentence]]:
+    """The sentences of `train`, and of `val` and `test` if there are any.
+
+    Raises:
+        DataError: as `corpora`.
+    """
+    found = corpora(config)
+    if config.validate_on == "train":
+        return found | {"val": found["train"]}
+    if "val" in found or config.corpus is None or not config.val_fraction:
+        return found
+    train, val = grammar.held_out(found["train"], config.val_fraction)
+    return found | {"train": train, "val": val} if val else found
 
 
 class Corpus(Dataset[tuple[Tensor, int]]):

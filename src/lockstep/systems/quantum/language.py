@@ -1,4 +1,4 @@
-"""Sentences of files and of a small artificial language, and n-gram models of them.
+"""Sentences of files and of a small artificial language.
 
 A sentence is an opener, `the`, perhaps an adjective, a noun, perhaps a place ("near the river"), an
 adverb, a verb, `the`, an object and a closer, 8 to 12 words of 64:
@@ -8,21 +8,17 @@ adverb, a verb, `the`, an object and a closer, 8 to 12 words of 64:
 A bigram model cannot predict all of it: the verb is one of four that fit the class of the noun, two
 to five words before, and the closer is one of two that fit the opener, the first word. Every next
 word is drawn uniformly from those that may follow, so the best possible prediction is known.
-
-Jurafsky and Martin, Speech and Language Processing (3rd edition draft), sections 3.1 and 3.5.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from lockstep.config.files import read_bytes
 from lockstep.errors import DataError
@@ -73,49 +69,6 @@ def split_sentences(lines: Iterable[str], source: str) -> list[Sentence]:
     if not sentences:
         raise DataError(f"{source}: holds no sentence; write one on each line")
     return sentences
-
-
-class Score(NamedTuple):
-    """Means over predicted words.
-
-    Attributes:
-        accuracy: how often the word is the most probable one; k equally probable ones count 1/k.
-        rank: rank of the word by probability, from 1; the mean rank of equally probable ones.
-        loss: -ln of the word's probability.
-    """
-
-    accuracy: float
-    rank: float
-    loss: float
-
-
-def hits_and_ranks(logarithms: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether each word is the most probable one, and its rank by probability.
-
-    Args:
-        logarithms: logarithms of probabilities, real, [..., words].
-        target: number of the word that follows, int64 [...].
-
-    Returns:
-        Two tensors [...] of the dtype of `logarithms`: hits from 0 to 1, ranks from 1 on.
-    """
-    of_target = logarithms.gather(-1, target.unsqueeze(-1))
-    greater = (logarithms > of_target).sum(-1)
-    equal = (logarithms == of_target).sum(-1)
-    hits = (greater == 0) / equal
-    return hits.to(logarithms), (greater + (equal + 1) / 2).to(logarithms)
-
-
-def score(logarithms: Tensor, target: Tensor) -> Score:
-    """The score of predictions.
-
-    Args:
-        logarithms: logarithms of probabilities, real, [N, words].
-        target: number of the word that follows, int64 [N].
-    """
-    hits, ranks = hits_and_ranks(logarithms, target)
-    of_target = logarithms.gather(-1, target.unsqueeze(-1))
-    return Score(*(float(values.double().mean()) for values in (hits, ranks, -of_target)))
 
 
 _CLOSERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -193,7 +146,7 @@ def sentences(count: int, seed: int) -> list[Sentence]:
     """Different sentences, drawn word by word.
 
     Args:
-        count: number of sentences, at most `MAX_SENTENCES` and an eighth more.
+        count: number of sentences, at most `MAX_SENTENCES` and a quarter more.
         seed: seed of the draws, from 0 to 2^64 - 1.
     """
     generator = np.random.Generator(np.random.Philox(key=seed))
@@ -206,86 +159,31 @@ def sentences(count: int, seed: int) -> list[Sentence]:
     return list(found)
 
 
-def splits(count: int, seed: int) -> tuple[list[Sentence], list[Sentence]]:
-    """Sentences to train on, and an eighth as many others (at least one) to test with."""
-    drawn = sentences(count + max(1, count // 8), seed)
-    return drawn[:count], drawn[count:]
+def splits(count: int, seed: int) -> dict[str, list[Sentence]]:
+    """Sentences to train on, and for `test` and `val` each an eighth as many others, or one."""
+    others = max(1, count // 8)
+    drawn = sentences(count + 2 * others, seed)
+    parts = {"train": count, "test": others, "val": others}
+    ends = dict(zip(parts, accumulate(parts.values()), strict=True))
+    return {name: drawn[ends[name] - size : ends[name]] for name, size in parts.items()}
 
 
-Rows = Sequence[int]
-"""A sentence as numbers of its words."""
+def held_out(
+    sentences: Sequence[Sentence], fraction: float
+) -> tuple[list[Sentence], list[Sentence]]:
+    """The sentences that stay, and those that are held out, each in their order.
 
-ADDED = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
-"""Values of k that are tried."""
-_TUNED_ON = 10
-"""One in this many training sentences is held out to choose k."""
-
-
-class NGram:
-    """P(w | the n - 1 words before) = (count(before, w) + k) / (count(before) + k words).
-
-    At a sentence's start, where there are fewer words before, these are the context.
-
-    Attributes:
-        order: number n of words of which the last is predicted.
-        added: number k.
-    """
-
-    def __init__(self, sentences: Sequence[Rows], order: int, num_words: int, added: float) -> None:
-        """Count each word except the first of every sentence.
-
-        Args:
-            sentences: sentences as numbers of words, from 0 to `num_words` less one.
-            order: number n of words of which the last is predicted, at least 1.
-            num_words: number of words of the vocabulary.
-            added: number k, positive.
-        """
-        self.order, self.added = order, added
-        self._num_words = num_words
-        self._counts: dict[tuple[int, ...], Counter[int]] = {}
-        for sentence in sentences:
-            for place in range(1, len(sentence)):
-                context = self._context(sentence[:place])
-                self._counts.setdefault(context, Counter())[sentence[place]] += 1
-
-    def probabilities(self, before: Rows) -> Tensor:
-        """The probability of each word after others, float64 [num_words], of sum 1."""
-        counts = torch.full((self._num_words,), self.added, dtype=torch.float64)
-        seen = self._counts.get(self._context(before), Counter())
-        counts[list(seen)] += torch.tensor(list(seen.values()), dtype=torch.float64)
-        return counts / counts.sum()
-
-    def _context(self, before: Rows) -> tuple[int, ...]:
-        return tuple(before[max(0, len(before) - self.order + 1) :])
-
-
-def tuned(sentences: Sequence[Rows], order: int, num_words: int) -> NGram:
-    """An n-gram model of all sentences, with the k that predicts a tenth of them best.
-
-    The tenth is predicted by a model of the other sentences; with a single sentence, k is 1.
+    Those with the least SHA-256 are held out, so no order of the sentences changes the choice, and
+    the same sentence is never on both sides.
 
     Args:
-        sentences: sentences as numbers of words, from 0 to `num_words` less one.
-        order: number n of words of which the last is predicted, at least 1.
-        num_words: number of words of the vocabulary.
+        sentences: the sentences, some perhaps several times.
+        fraction: part of the different sentences to hold out, rounded; of very few none is.
     """
-    held_out = sentences[::_TUNED_ON] if len(sentences) > 1 else []
-    others = [s for number, s in enumerate(sentences) if number % _TUNED_ON]
-
-    def loss(k: float) -> float:
-        predicted = predictions(NGram(others, order, num_words, k), held_out)
-        return score(predicted.log(), targets(held_out)).loss
-
-    return NGram(sentences, order, num_words, min(ADDED, key=loss) if held_out else 1.0)
+    by_digest = sorted(set(sentences), key=_digest)
+    held = set(by_digest[: round(fraction * len(by_digest))])
+    return [s for s in sentences if s not in held], [s for s in sentences if s in held]
 
 
-def predictions(model: NGram, sentences: Sequence[Rows]) -> Tensor:
-    """The probabilities of all words at each position but the first, float64 [positions, words]."""
-    return torch.stack(
-        [model.probabilities(s[:place]) for s in sentences for place in range(1, len(s))]
-    )
-
-
-def targets(sentences: Sequence[Rows]) -> Tensor:
-    """The words at each position but the first, int64 [positions]."""
-    return torch.tensor([word for sentence in sentences for word in sentence[1:]])
+def _digest(sentence: Sentence) -> bytes:
+    return hashlib.sha256(" ".join(sentence).encode()).digest()

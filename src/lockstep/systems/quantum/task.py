@@ -13,8 +13,18 @@ from torch.utils.data import Dataset
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import ConfigError
 from lockstep.optim.gradient_based import LBFGS, NaturalGradient
-from lockstep.systems.quantum.config import Corpus, QuantumConfig, splits
-from lockstep.systems.quantum.language import NGram, Sentence, hits_and_ranks, tuned
+from lockstep.systems.quantum.baselines import (
+    NGram,
+    Score,
+    hits_and_ranks,
+    of_grammar,
+    reached,
+    score,
+    targets_of,
+    tuned,
+)
+from lockstep.systems.quantum.config import Corpus, QuantumConfig, corpora, splits
+from lockstep.systems.quantum.language import Sentence, held_out
 from lockstep.systems.quantum.transformer.amplitudes import (
     check_metric_fits,
     context_root,
@@ -24,6 +34,11 @@ from lockstep.systems.quantum.transformer.amplitudes import (
     of_sentences,
 )
 from lockstep.systems.quantum.transformer.model import QuantumTransformer, Sentences
+
+_AT_A_TIME = 64
+"""Sentences whose next words the model predicts at a time."""
+_TUNED_ON = 0.1
+"""Part of the training sentences that tells networks when they have learned enough."""
 
 Metrics = dict[str, tuple[Tensor | float, Tensor | float]]
 """Sums and weights by name."""
@@ -69,15 +84,14 @@ class Quantum(Task):
         )
 
     def dataset(self, split: str) -> Dataset[Any] | None:
-        """Sentences as rows of the embeddings; `val` is the training corpus, in one part each.
+        """Sentences as rows of the embeddings; those of splits to evaluate in one part each.
 
         Raises:
             DataError: a corpus cannot be read or has a sentence without a next word.
         """
-        sentences = self.sentences.get("train" if split == "val" else split)
-        if sentences is None:
+        if split not in self.sentences:
             return None
-        words = [torch.tensor([self.vocabulary[w] for w in s]) for s in sentences]
+        words = [torch.tensor(sentence) for sentence in self.numbered(split)]
         if split != "train":
             return Corpus(words, 1)
         order = list(range(len(words)))
@@ -201,13 +215,59 @@ class Quantum(Task):
         columns = zip(known, likely.tolist(), (counted / counted.sum()).tolist(), strict=True)
         return sorted(map(Ranked._make, columns), key=lambda ranked: -ranked.probability)
 
+    def baselines(self, model: nn.Module, split: str) -> dict[str, dict[str, float]]:
+        """How well next words of a split are predicted, without the model and with it.
+
+        Networks have at most as many parameters as the model has angles and numbers of words. For
+        sentences of the grammar, `the grammar itself` is the best that any model can expect.
+        """
+        assert isinstance(model, QuantumTransformer)
+        kept, val = self.sentences["train"], self.sentences.get("val", [])
+        if not val or self.config.validate_on == "train":
+            kept, val = held_out(kept, _TUNED_ON) if len(set(kept)) > 1 else (kept, kept)
+        size = model.angles[0].numel() + model.embeddings.numel()
+        learned, chosen = self._rows(kept), self._rows(val)
+        words, seed = len(self.vocabulary), self.config.seed
+        found = reached(learned, chosen, self.numbered(split), words, size, seed)
+        if self.config.grammar is not None:
+            best = of_grammar(self.sentences[split], self.vocabulary)
+            found["the grammar itself (limit)"] = best
+        found["the model"] = self.score(model, split)
+        return {name: one._asdict() for name, one in found.items()}
+
+    @torch.no_grad()
+    def score(self, model: QuantumTransformer, split: str) -> Score:
+        """How well the best restart of a model predicts the next words of a split."""
+        sentences, restart = self.numbered(split), self.best_restart(model)
+        rows = []
+        for first in range(0, len(sentences), _AT_A_TIME):
+            chosen = sentences[first : first + _AT_A_TIME]
+            batch = self.collate([(torch.tensor(sentence), 0) for sentence in chosen])
+            logarithms = self.next_words(model, batch)[restart].cpu()
+            rows += [row[: len(s) - 1] for row, s in zip(logarithms, chosen, strict=True)]
+        return score(torch.cat(rows), targets_of(sentences))
+
+    @torch.no_grad()
+    def best_restart(self, model: QuantumTransformer) -> int:
+        """The restart with the least loss on `val`, or on `train` where nothing is held out."""
+        if model.angles.shape[0] == 1:
+            return 0
+        sentences = self.numbered("val" if "val" in self.sentences else "train")
+        batch = self.collate([(torch.tensor(sentence), 0) for sentence in sentences])
+        found = self.evaluate(model, batch).metrics
+        losses = [found[f"restart_{i}"][0] for i in range(model.angles.shape[0])]
+        return min(range(len(losses)), key=lambda i: float(losses[i]))
+
     def ngram(self, order: int) -> NGram:
         """An n-gram model of the training sentences over the whole vocabulary."""
         return tuned(self.numbered("train"), order, len(self.vocabulary))
 
     def numbered(self, split: str) -> list[list[int]]:
         """The sentences of a split as rows of the embeddings."""
-        return [[self.vocabulary[word] for word in sentence] for sentence in self.sentences[split]]
+        return self._rows(self.sentences[split])
+
+    def _rows(self, sentences: list[Sentence]) -> list[list[int]]:
+        return [[self.vocabulary[word] for word in sentence] for sentence in sentences]
 
     @staticmethod
     def rows(model: QuantumTransformer, text: str) -> list[int]:
@@ -226,13 +286,13 @@ class Quantum(Task):
 
     @cached_property
     def vocabulary(self) -> dict[str, int]:
-        """Word to row, in the order of first appearance in training and test sentences."""
-        every = [word for split in self.sentences.values() for s in split for word in s]
+        """Word to row, in the order of first appearance in `corpora`, whatever is held out."""
+        every = [word for split in corpora(self.config).values() for s in split for word in s]
         return {word: row for row, word in enumerate(dict.fromkeys(every))}
 
     @cached_property
     def sentences(self) -> dict[str, list[Sentence]]:
-        """The sentences of `train`, and of `test` if there are any."""
+        """The sentences of `train`, and of `val` and `test` if there are any."""
         return splits(self.config)
 
     def _probabilities(self, model: QuantumTransformer, batch: Sentences, parts: int) -> Tensor:
@@ -246,9 +306,7 @@ class Quantum(Task):
 
     def _metric(self, model: QuantumTransformer) -> Tensor:
         if "root" not in self.__dict__:
-            words = self.dataset("val")
-            assert isinstance(words, Corpus)
-            batch = self.collate([words[i] for i in range(len(words))])
+            batch = self.collate([(torch.tensor(s), 0) for s in self.numbered("train")])
             states = model.encode(batch.words.to(model.angles.device))
             self.__dict__["root"] = context_root(states, batch.transitions)
         return fubini_study(model.angles[0], model.num_qubits, self.__dict__["root"])

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
-from lockstep.config import NO_OUTCOME, NonNegativeFloat, OptimizerConfig, Positive, TrainConfig
-from lockstep.data.images import Labelled, embedded_digits, hold_out, idx_digits, mean_and_deviation
+from lockstep.config import (
+    NO_OUTCOME,
+    Fraction,
+    NonNegativeFloat,
+    OptimizerConfig,
+    Positive,
+    TrainConfig,
+)
+from lockstep.data.images import (
+    Labelled,
+    embedded_digits,
+    hold_out,
+    idx_digits,
+    mean_and_deviation,
+    simple_classifiers,
+)
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import DataError
-from lockstep.nn import Pipeline, shard
-from lockstep.systems.sketched import RandomFeatureAttention, SKLinear
+from lockstep.systems.sketched.networks import largest, mlp, narrower, of_low_rank, transformer
 
-Fraction = Annotated[float, Field(ge=0, lt=0.5)]
 Ratio = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -111,211 +122,6 @@ class SketchedConfig(TrainConfig):
         return self
 
 
-class Layers:
-    """Makes the linear layers of a network, each with a number of its own."""
-
-    def __init__(self, config: SketchedConfig) -> None:
-        self._config = config
-        self._number = -1
-
-    def number(self) -> int:
-        """The number of the next layer with a sketch."""
-        self._number += 1
-        return self._number
-
-    def linear(self, inputs: int, outputs: int, is_large: bool, ratio: float) -> nn.Module:
-        """A linear layer, dense or sketched.
-
-        Args:
-            inputs: size of the input's last dim.
-            outputs: size of the output's last dim.
-            is_large: whether it is sketched in mixed networks, too.
-            ratio: columns of a term's sketch over `inputs`, where no other number is given.
-
-        Raises:
-            ConfigError: `low_rank` is larger than the layer.
-        """
-        config, number = self._config, self.number()
-        if config.layers == "dense" or (config.layers == "mixed" and not is_large):
-            return nn.Linear(inputs, outputs)
-        return SKLinear(
-            inputs,
-            outputs,
-            config.num_terms,
-            config.low_rank or max(1, int(inputs * ratio)),
-            seed=config.seed,
-            layer=number,
-            sketch=config.sketch,
-        )
-
-
-def mlp(config: SketchedConfig, features: int, classes: int) -> nn.Sequential:
-    """A perceptron from images [N, 1, S, S] to logits [N, classes].
-
-    With `num_shards` above 1 the features stay cut from layer to layer, so it is one block.
-    Otherwise stages may begin at any layer.
-
-    Raises:
-        ConfigError: `low_rank` is larger than a layer.
-    """
-    layers, sizes = Layers(config), (features, *config.hidden)
-    ratios = config.sketch_ratios if config.low_rank is None else (1.0,) * len(sizes)
-    network: list[nn.Module] = [nn.Flatten()]
-    for inputs, outputs, ratio in zip(sizes, sizes[1:], ratios, strict=False):
-        linear = layers.linear(inputs, outputs, True, ratio)
-        network += [linear, nn.ReLU(), nn.Dropout(config.dropout)]
-    network.append(layers.linear(sizes[-1], classes, False, ratios[-1]))
-    if config.num_shards == 1:
-        return Pipeline(*network)
-    chain = [(str(n), m) for n, m in enumerate(network) if isinstance(m, nn.Linear | SKLinear)]
-    return shard(nn.Sequential(*network), _plan_of(chain))
-
-
-class ExactAttention(nn.Module):
-    """Multi-head softmax attention over all pairs of tokens."""
-
-    def __init__(self, width: int, num_heads: int) -> None:
-        """Make dense layers `qkv` and `out`."""
-        super().__init__()
-        self.head_width = width // num_heads
-        self.qkv: nn.Module = nn.Linear(width, 3 * width)
-        self.out: nn.Module = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[N, tokens, width] to the same."""
-        # Query, key and value of one head are adjacent, so that a shard of `qkv` has whole heads.
-        split = self.qkv(x).unflatten(-1, (-1, 3, self.head_width))
-        q, k, v = split.permute(3, 0, 2, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v)
-        joined: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return joined
-
-
-class Block(nn.Module):
-    """A transformer block: attention, then two feed-forward layers, each behind a norm."""
-
-    def __init__(self, config: SketchedConfig, layers: Layers) -> None:
-        """Make the block; its layers get the next numbers of `layers`."""
-        super().__init__()
-        width = config.width
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention: ExactAttention | RandomFeatureAttention
-        if config.attention == "exact":
-            self.attention = ExactAttention(width, config.num_heads)
-        else:
-            self.attention = RandomFeatureAttention(
-                width,
-                config.num_heads,
-                config.num_features,
-                config.kernel,
-                seed=config.seed,
-                layer=layers.number(),
-            )
-        self.attention.qkv = layers.linear(width, 3 * width, False, 1 / 8)
-        self.attention.out = layers.linear(width, width, False, 1 / 8)
-        self.feed_forward = nn.Sequential(
-            layers.linear(width, 4 * width, True, 1 / 8),
-            nn.GELU(),
-            nn.Dropout(config.dropout),
-            layers.linear(4 * width, width, True, 1 / 8),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[N, tokens, width] to the same."""
-        x = x + self.attention(self.norm_1(x))
-        after: Tensor = x + self.feed_forward(self.norm_2(x))
-        return after
-
-
-class Start(nn.Module):
-    """Images [N, 1, S, S] to vectors [N, tokens, width] of their parts and positions."""
-
-    def __init__(self, config: SketchedConfig, layers: Layers) -> None:
-        """Make the block; its layer gets the next number of `layers`."""
-        super().__init__()
-        size = config.image_size
-        self.patch = (1, size) if config.tokens == "rows" else (config.patch_size,) * 2
-        pixels = self.patch[0] * self.patch[1]
-        num_tokens = size * size // pixels
-        self.embed = layers.linear(pixels, config.width, False, 1 / 8)
-        self.positions = nn.Parameter(0.02 * torch.randn(num_tokens, config.width))
-
-    def forward(self, images: Tensor) -> Tensor:
-        """[N, tokens, width]."""
-        embedded: Tensor = self.embed(self.tokens(images)) + self.positions
-        return embedded
-
-    def tokens(self, images: Tensor) -> Tensor:
-        """The parts of each image [N, tokens, pixels]: rows or patches, from the upper left one."""
-        return F.unfold(images, self.patch, stride=self.patch).transpose(1, 2)
-
-
-class End(nn.Module):
-    """Logits [N, classes], from the mean over tokens."""
-
-    def __init__(self, config: SketchedConfig, layers: Layers, classes: int) -> None:
-        """Make the block; its layer gets the next number of `layers`."""
-        super().__init__()
-        self.norm = nn.LayerNorm(config.width)
-        self.classify = layers.linear(config.width, classes, False, 1 / 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[N, tokens, width] to [N, classes]."""
-        logits: Tensor = self.classify(self.norm(x).mean(1))
-        return logits
-
-
-def transformer(config: SketchedConfig, classes: int) -> Pipeline:
-    """A transformer encoder from images [N, 1, S, S] to logits [N, classes].
-
-    Heads and the features of feed-forward layers are cut into shards. Attention is left whole where
-    heads do not divide into `num_shards`, or are random features; its sketched layers are cut by
-    their input alone then.
-
-    Raises:
-        ConfigError: `low_rank` is larger than a layer.
-    """
-    layers = Layers(config)
-    start = Start(config, layers)
-    blocks = [Block(config, layers) for _ in range(config.depth)]
-    model = Pipeline(start, *blocks, End(config, layers, classes))
-    if config.num_shards == 1:
-        return model
-    has_whole_heads = config.attention == "exact" and config.num_heads % config.num_shards == 0
-    plan: dict[str, str] = {}
-    for number, block in enumerate(blocks, 1):
-        name = f"{number}.feed_forward"
-        plan |= _plan_of([(f"{name}.{i}", block.feed_forward[i]) for i in (0, 3)])
-        qkv = (f"{number}.attention.qkv", block.attention.qkv)
-        out = (f"{number}.attention.out", block.attention.out)
-        for chain in [[qkv, out]] if has_whole_heads else [[qkv], [out]]:
-            plan |= _plan_of(chain)
-    return shard(model, plan)
-
-
-def _plan_of(chain: Sequence[tuple[str, nn.Module]]) -> dict[str, str]:
-    """How layers that follow each other are cut into shards (`lockstep.nn.shard`).
-
-    Dense layers alternate between cutting features and summing them; sketched ones keep them cut.
-    The output of the last one is whole.
-
-    Args:
-        chain: layers by name, in order.
-    """
-    plan: dict[str, str] = {}
-    is_cut = False
-    for position, (name, layer) in enumerate(chain, 1):
-        is_last = position == len(chain)
-        if isinstance(layer, SKLinear):
-            plan[name] = "sketched_row" if is_last else "sketched"
-            is_cut = not is_last
-        elif is_cut:
-            plan[name], is_cut = "row", False
-        elif not is_last:
-            plan[name], is_cut = "column", True
-    return plan
-
-
 class Sketched(Task):
     """Handwritten digits with sketched layers: a perceptron or a transformer."""
 
@@ -360,6 +166,51 @@ class Sketched(Task):
             weight=len(labels),
             metrics={"accuracy": (correct, len(labels))},
         )
+
+    def baselines(self, model: nn.Module, split: str) -> dict[str, dict[str, float]]:
+        """What simple classifiers reach, and networks without sketches, trained as this one.
+
+        Of the mlp: as wide, and where that has more parameters, narrower ones and of low rank, too.
+        """
+        found = simple_classifiers(self._splits["train"], self._splits[split])
+        train, held_out = self.dataset("train"), self.dataset(split)
+        assert train is not None
+        assert held_out is not None
+        for name, net in self._without_sketches(model).items():
+            size = sum(p.numel() for p in net.parameters())
+            found[f"{name}, {size:,} parameters"] = self._trained(net, train, held_out)
+        return found
+
+    def _without_sketches(self, model: nn.Module) -> dict[str, nn.Module]:
+        config = self.config.model_copy(update={"layers": "dense"})
+        classes = 1 + max(int(labels.max()) for _, labels in self._splits.values())
+        torch.manual_seed(config.seed)
+        if config.model == "transformer":
+            return {"dense": transformer(config, classes)}
+        features = config.image_size**2
+        sizes = features, *config.hidden, classes
+        found: dict[str, nn.Module] = {"dense": mlp(config, features, classes)}
+        most, dense = (sum(p.numel() for p in net.parameters()) for net in (model, found["dense"]))
+        if most < dense:
+            found["narrower"] = largest(partial(narrower, sizes), most)
+            found["low rank"] = largest(partial(of_low_rank, sizes), most)
+        return found
+
+    def _trained(
+        self, net: nn.Module, train: TensorDataset, held_out: TensorDataset
+    ) -> dict[str, float]:
+        config, order = self.config, torch.Generator().manual_seed(self.config.seed)
+        optimizer = torch.optim.Adam(net.parameters(), config.lr)
+        for _ in range(config.epochs or 1):
+            for rows in torch.randperm(len(train), generator=order).split(config.batch_size):  # type: ignore[no-untyped-call]
+                found = self.loss(net, train[rows])
+                optimizer.zero_grad()
+                torch.autograd.backward(found.sum / found.weight)
+                optimizer.step()
+        with torch.no_grad():
+            found = self.loss(net.eval(), held_out[:])
+        hits, count = map(float, found.metrics["accuracy"])
+        return {"loss": float(found.sum) / count, "accuracy": hits / count}
 
     @cached_property
     def _splits(self) -> dict[str, Labelled]:

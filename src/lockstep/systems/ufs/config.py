@@ -13,6 +13,7 @@ from lockstep.config import (
     OF_MODEL,
     CheckpointConfig,
     Count,
+    Fraction,
     NonNegativeFloat,
     OptimizerConfig,
     Positive,
@@ -47,7 +48,6 @@ def _is_box(box: Box) -> Box:
 Files = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 Names = Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_as_tuple)]
 Region = Annotated[Box, BeforeValidator(_as_box), AfterValidator(_is_box)]
-Fraction = Annotated[float, Field(ge=0, lt=0.5)]
 
 
 class UfsConfig(TrainConfig):

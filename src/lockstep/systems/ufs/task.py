@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from lockstep.engine.digests import model_digest
 from lockstep.engine.snapshot.compatibility import check_fits
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import CheckpointError, LockstepError
+from lockstep.systems.ufs.baselines import metrics, simple_predictions
 from lockstep.systems.ufs.config import UfsConfig
 from lockstep.systems.ufs.export import TORCHSCRIPT, export_net, load_script, write_predictions
 from lockstep.systems.ufs.fields import VARIABLES
@@ -132,6 +133,33 @@ class Ufs(Task):
             metrics |= {name: (value * tracked, int(tracked)) for name, value in figures.items()}
         return Loss(loss.sum, loss.weight, metrics)
 
+    def baselines(self, model: nn.Module, split: str) -> dict[str, dict[str, float]]:
+        """What simple models of the same rows reach; persistence and climatology where they can.
+
+        These two have no value of some rows. They are measured on the others, so without a loss.
+        """
+        names, cut, rows = self.config.outputs, len(self.config.inputs), self.rows_by_split[split]
+        train, there = (
+            self.rows_by_split[name].values.astype(np.float64) for name in ("train", split)
+        )
+        y, deviation = there[:, cut:], self.scale.deviation[cut:]
+        measured = partial(
+            metrics, names=names, deviation=deviation, loss=_LOSSES[self.config.loss]
+        )
+        simple = simple_predictions(train, there[:, :cut], names)
+        found = {name: measured(predicted, y) for name, predicted in simple.items()}
+        period, trained = self._period(), self._period("train")
+        for name, values in (
+            ("persistence", persistence(rows, names, period).values),
+            ("climatology", climatology(rows, names, period, trained).values),
+        ):
+            has_value = np.isfinite(values).all(-1)
+            if has_value.any():
+                of_some = measured(values[has_value].astype(np.float64), y[has_value])
+                del of_some["loss"]
+                found[f"{name}, {has_value.mean():.0%} of the rows"] = of_some
+        return found
+
     def report(self, model: nn.Module, split: str, folder: Path, run_dir: Path) -> list[str]:
         """Scores by region, sensitivities, maps and the training history of a trained model."""
         assert isinstance(model, SeaIceNet)
@@ -139,7 +167,7 @@ class Ufs(Task):
         months = np.array([moment.month or 0 for moment in self._moments])
         with closing(self._sources[rows.time[0]].open()) as scene:
             ground = Ground(scene.moment.shown, scene.land(), scene.areas(), months)
-        period = Period(self._sources, self._moments)
+        period = self._period()
         names = model.outputs
         baselines = {
             "persistence": persistence(rows, names, period),
@@ -154,11 +182,16 @@ class Ufs(Task):
             trained = type(self)(load(type(self).Config, run_dir / "config.yaml"))
             if trained.data_digest() != _rows_digest(run_dir):
                 return "the files of the training have other rows now"
-            times = np.unique(trained.rows_by_split["train"].time)
-            sources = [trained._sources[time] for time in times]
-            return Period(sources, [trained._moments[time] for time in times])
+            return trained._period("train")
         except LockstepError as error:
             return f"the rows of the training cannot be read: {error}"
+
+    def _period(self, split: str | None = None) -> Period:
+        """The scenes that a split has rows of; all of them without a split."""
+        if split is None:
+            return Period(self._sources, self._moments)
+        times = np.unique(self.rows_by_split[split].time)
+        return Period([self._sources[t] for t in times], [self._moments[t] for t in times])
 
     def export(self, state: Mapping[str, Tensor], folder: Path) -> list[str]:
         """TorchScript, torch.export and a C++ program; needs no data."""

@@ -22,6 +22,7 @@ from lockstep.quantum import (
 )
 from lockstep.systems.quantum.circuits.angles import parameter
 from lockstep.systems.quantum.circuits.circuit import Circuit, gate, unitary
+from lockstep.systems.quantum.interop.files import FORMATS, from_csv
 from lockstep.systems.quantum.simulation.statevector import statevector
 from lockstep.systems.quantum.transformer.model import QuantumTransformer
 
@@ -377,3 +378,29 @@ def test_damaged_openqasm_is_read_or_refused() -> None:
 def test_much_damaged_openqasm() -> None:
     for seed in range(1000, 6000):
         check_damaged(seed)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_circuit_is_read_back_from_a_file_of_any_format(format: str, seed: int) -> None:
+    circuit = random_circuit(random.Random(seed), 3, 12)
+    circuit = bound(circuit, some_parameters(circuit.num_parameters))
+    read = FORMATS[format].read(FORMATS[format].write(circuit))
+    state, again = statevector(circuit), statevector(read)
+    phase = (state.conj() @ again).abs()  # OpenQASM 2 and Qiskit may lose the phase of the whole
+    assert float(phase) == pytest.approx(1, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not a circuit as CSV"),
+        ("# two qubits\ngate,qubits,controls,control_state,angle\n", "not a circuit as CSV"),
+        ("# 1 qubits\ngate,qubits,controls,control_state,angle\nh,5,,,\n", "qubit 5"),
+        ("# 1 qubits\ngate,qubits\nh,0\n", "not a circuit as CSV"),
+        ("# 1 qubits\ngate,qubits,controls,control_state,angle\nrx,0,,,nan\n", "finite"),
+    ],
+)
+def test_damaged_tables_of_gates_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_csv(text)

@@ -13,7 +13,7 @@ from lockstep.engine.checkpoint.listing import folders
 from lockstep.engine.events import picture_path
 from lockstep.engine.log import check_name
 from lockstep.errors import CheckpointError, TaskError
-from lockstep.observe import text
+from lockstep.observe import baselines, text
 from lockstep.observe.reading import differences
 from lockstep.observe.reading.diagnosis import calls_of
 from lockstep.observe.reading.diagnosis.verdict import causes, diagnosis_lines
@@ -61,7 +61,18 @@ def report_of(run_dirs: Sequence[Path]) -> Iterator[page.Block]:
         prefix = f"{name}_" if len(run_dirs) > 1 else ""
         level = 3 if len(run_dirs) > 1 else 2
         yield from logged_blocks(summary.path, history, level, prefix)
+        yield from _beside_baselines(summary.path, level)
         yield from _details(summary, history, level)
+
+
+def _beside_baselines(run_dir: Path, level: int) -> Iterator[page.Block]:
+    found = baselines.kept(run_dir)
+    if found:
+        yield page.Heading("Beside simple models", level)
+    for beside in found:
+        title, *rows = baselines.cells(beside)
+        yield page.Grid(title, rows)
+        yield page.Paragraph(beside.verdict)
 
 
 def _outcome(summary: Summary, history: History) -> Iterator[page.Block]:
