@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -29,6 +29,7 @@ from lockstep.data.images import (
 )
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import DataError
+from lockstep.nn import Pipeline, shard
 
 
 class DigitsConfig(TrainConfig):
@@ -54,6 +55,15 @@ class DigitsConfig(TrainConfig):
     watch: str = "accuracy"
     watch_mode: Literal["min", "max"] = "max"
 
+    @model_validator(mode="after")
+    def _axes_fit(self) -> DigitsConfig:
+        if self.model == "mlp" and self.mesh.pp > 1 and self.num_shards > 1:
+            raise ValueError(
+                f"mesh.pp={self.mesh.pp}: model=mlp is in stages or in shards "
+                f"(num_shards={self.num_shards}), not in both; set num_shards=1 or model=cnn"
+            )
+        return self
+
 
 class Digits(Task):
     """Handwritten digits (scikit-learn's or MNIST), with a perceptron or a small CNN."""
@@ -63,11 +73,12 @@ class Digits(Task):
 
     def build_model(self) -> nn.Module:
         """The network `config.model` names: images [N, 1, H, W] to logits [N, classes]."""
-        height, width = self._splits["train"][0].shape[1:]
+        config, (height, width) = self.config, self._splits["train"][0].shape[1:]
         classes = 1 + max(int(labels.max()) for _, labels in self._splits.values())
-        if self.config.model == "mlp":
-            return mlp(height * width, self.config.hidden, classes, self.config.dropout)
-        return cnn(height, width, classes, self.config.dropout)
+        if config.model == "mlp":
+            is_cut = config.num_shards > 1
+            return mlp(height * width, config.hidden, classes, config.dropout, is_cut)
+        return cnn(height, width, classes, config.dropout)
 
     def dataset(self, split: str) -> TensorDataset | None:
         """Images [N, 1, H, W] as float32 with mean 0 and deviation 1, labels [N] as int64.
@@ -108,7 +119,7 @@ class Digits(Task):
         return hold_out(by_split, self.config.val_fraction, self.config.test_fraction)
 
 
-def mlp(pixels: int, hidden: int, classes: int, dropout: float) -> nn.Module:
+def mlp(pixels: int, hidden: int, classes: int, dropout: float, is_cut: bool = False) -> nn.Module:
     """A perceptron with one hidden layer.
 
     Args:
@@ -116,17 +127,22 @@ def mlp(pixels: int, hidden: int, classes: int, dropout: float) -> nn.Module:
         hidden: width of the hidden layer.
         classes: number of classes.
         dropout: probability of dropout after the hidden layer, in [0, 1).
+        is_cut: whether its features are cut into shards, rather than its layers into stages.
 
     Returns:
         A module from images [N, 1, H, W] to logits [N, classes], float32.
     """
-    return nn.Sequential(
+    layers = (
         nn.Flatten(),
         nn.Linear(pixels, hidden),
         nn.ReLU(),
         nn.Dropout(dropout),
         nn.Linear(hidden, classes),
     )
+    if not is_cut:
+        return Pipeline(*layers)
+    # Features stay cut from the first layer to the last, so no stage can end between them.
+    return shard(nn.Sequential(*layers), {"1": "column", "4": "row"})
 
 
 def cnn(height: int, width: int, classes: int, dropout: float) -> nn.Module:
@@ -153,10 +169,11 @@ def cnn(height: int, width: int, classes: int, dropout: float) -> nn.Module:
         ]
 
     features = 64 * -(-height // 4) * -(-width // 4)
-    return nn.Sequential(
+    model = Pipeline(
         *block(1, 32),
         *block(32, 64),
         nn.Flatten(),
         nn.Dropout(dropout),
         nn.Linear(features, classes),
     )
+    return shard(model, {"10": "vocabulary"})
