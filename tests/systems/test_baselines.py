@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ def test_a_run_is_put_beside_what_its_task_names(here: Any, tmp_path: Path) -> N
     assert "Beside simple models" in page
     assert lines[-1] in page
     assert "Beside simple models" not in _report(here, tmp_path, "Line")
+    done = here("eval", "Compared", "lr=2", "--baselines")
+    assert (done.returncode, "leave lr=2 out" in done.stderr) == (2, True)
     done = here("eval", "Line", "--baselines")
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
     assert "line names no simple models; define baselines(self, model, split)" in done.stderr
@@ -74,10 +77,16 @@ def test_the_watched_metric_says_which_is_better_if_both_have_it(tmp_path: Path)
         keep(one, tmp_path)
     assert kept(tmp_path) == [other, beside]
     (tmp_path / "baselines_val.json").write_text('{"rows": {"a": ')
-    (tmp_path / "baselines_x.json").write_text(json.dumps(beside._asdict() | {"by": "nothing"}))
+    (tmp_path / "baselines_x.json").write_text(json.dumps(beside._asdict() | {"rows": {}}))
     assert kept(tmp_path) == [other]
     best = Beside("val", 7, "loss", "min", {"a": {"loss": 1.0}, "the model": {"loss": 0.5}})
     assert best.verdict == "no simple model has a better loss than the model (0.5)"
+    nothing = beside_baselines(
+        {"chance": {"accuracy": 0.1}}, {"loss": 0.2}, "val", 7, TrainConfig()
+    )
+    assert nothing.verdict == "not compared: no simple model has a loss"
+    broken = beside_baselines({"chance": {"loss": 3.0}}, {"loss": math.nan}, "val", 7, config)
+    assert broken.verdict == "better loss than the model (nan): chance (3)"
 
 
 def test_simple_classifiers_of_digits() -> None:

@@ -40,19 +40,31 @@ class Beside(NamedTuple):
     def better(self) -> dict[str, float]:
         """Simple models that are better than the trained one, the best first."""
         sign = 1 if self.mode == "min" else -1
-        own = self.rows[MODEL][self.by]
-        found = {
+        own = self.rows[MODEL].get(self.by, math.nan)
+        # A model without a number is beaten by whatever has one.
+        beats = {
+            name: value
+            for name, value in self._rivals.items()
+            if math.isnan(own) or sign * value < sign * own
+        }
+        return dict(sorted(beats.items(), key=lambda item: sign * item[1]))
+
+    @property
+    def _rivals(self) -> dict[str, float]:
+        return {
             name: row[self.by]
             for name, row in self.rows.items()
-            if name != MODEL and not name.endswith(LIMIT) and self.by in row
+            if name != MODEL
+            and not name.endswith(LIMIT)
+            and not math.isnan(row.get(self.by, math.nan))
         }
-        beats = {name: value for name, value in found.items() if sign * value < sign * own}
-        return dict(sorted(beats.items(), key=lambda item: sign * item[1]))
 
     @property
     def verdict(self) -> str:
         """Who is best, in a sentence."""
-        own = f"{self.rows[MODEL][self.by]:.4g}"
+        if not self._rivals:
+            return f"not compared: no simple model has a {self.by}"
+        own = f"{self.rows[MODEL].get(self.by, math.nan):.4g}"
         if not self.better:
             return f"no simple model has a better {self.by} than the model ({own})"
         named = ", ".join(f"{name} ({value:.4g})" for name, value in self.better.items())
@@ -77,9 +89,10 @@ def beside_baselines(
             theirs.
     """
     rows = {name: dict(row) for name, row in found.items() if name != MODEL}
+    has_watched = any(config.watch in row for row in rows.values())
     rows[MODEL] = dict(found.get(MODEL, metrics))
-    shared = config.watch in rows[MODEL] and any(config.watch in row for row in found.values())
-    by, mode = (config.watch, config.watch_mode) if shared else ("loss", "min")
+    is_shared = has_watched and config.watch in rows[MODEL]
+    by, mode = (config.watch, config.watch_mode) if is_shared else ("loss", "min")
     return Beside(split, step, by, mode, rows)
 
 
@@ -132,7 +145,5 @@ def _parsed(row: Any) -> Beside:
         str(name): {str(n): float(v) for n, v in metrics.items() if math.isfinite(float(v))}
         for name, metrics in row["rows"].items()
     }
-    beside = Beside(str(row["split"]), int(row["step"]), str(row["by"]), str(row["mode"]), rows)
-    if beside.by not in rows[MODEL]:
-        raise KeyError(beside.by)
-    return beside
+    rows[MODEL]  # must be there
+    return Beside(str(row["split"]), int(row["step"]), str(row["by"]), str(row["mode"]), rows)

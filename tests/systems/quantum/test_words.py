@@ -223,6 +223,29 @@ def test_of_very_few_sentences_none_is_held_out(tmp_path: Path) -> None:
     path.write_text("The cat flies\nA dog barks\n")
     task = Quantum(QuantumConfig(corpus=path))
     assert {name: len(split) for name, split in task.sentences.items()} == {"train": 2}
+    assert task.baselines(task.build_model(), "train")["the model"]["loss"] > 0
+
+
+def test_networks_do_not_choose_by_the_sentences_that_they_are_measured_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(
+        "lockstep.systems.quantum.task.reached", lambda *given: seen.append(given) or {}
+    )
+    task = quantum()
+    for split in ("val", "test"):
+        task.baselines(task.build_model(), split)
+    for learned, chosen, measured, *_ in seen:
+        assert not {*map(tuple, measured)} & {*map(tuple, learned), *map(tuple, chosen)}
+
+
+def test_sentences_of_other_splits_that_are_learned_are_told(tmp_path: Path) -> None:
+    for name, text in (("a", "The cat flies\nA dog barks\n"), ("b", "The cat flies\n")):
+        (tmp_path / name).write_text(text)
+    task = Quantum(QuantumConfig(corpus=tmp_path / "a", val_corpus=tmp_path / "b"))
+    assert task.data_remarks() == ["1 sentences of val are training sentences, too"]
+    assert quantum().data_remarks() == []
 
 
 def test_any_number_of_ranks_gives_the_same_bits_and_commands_follow(

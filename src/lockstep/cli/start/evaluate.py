@@ -16,7 +16,7 @@ from lockstep.engine.evaluation.evaluation import evaluations
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.snapshot.restore import find_snapshot
 from lockstep.engine.task import Task
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import ConfigError, DataError, RunDirectoryError
 from lockstep.launching.api import TIMEOUT_S, on_device
 from lockstep.launching.api.trained import SUFFIXES, restored
 from lockstep.launching.api.trained import export as export_model
@@ -68,6 +68,11 @@ def evaluate(
             raise ConfigError(f"--split {split}: must be one of {', '.join(splits_there)}")
         if report is not None and not isinstance(task, Reports):
             raise ConfigError(f"--report {report}: {task.name} has no report beyond its metrics")
+        if compares and overrides:
+            raise ConfigError(
+                f"--baselines: simple models learn what the run has learned; leave {overrides[0]} "
+                "out"
+            )
         if compares and not isinstance(task, Compares):
             raise ConfigError(
                 f"--baselines: {task.name} names no simple models; define "
@@ -89,8 +94,11 @@ def evaluate(
             if isinstance(task, Compares) and compares and transport.rank == 0:
                 found = task.baselines(model.eval(), split)
                 beside = beside_baselines(found, scores.metrics, split, snapshot.step, config)
-                keep(beside, run_dir)
                 more += ["", *table(beside)]
+                try:
+                    keep(beside, run_dir)
+                except RunDirectoryError as error:
+                    more.append(f"warning: not kept for a report: {error}")
             return scores.metrics, more
         finally:
             transport.close()

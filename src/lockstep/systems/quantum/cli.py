@@ -54,17 +54,14 @@ def export(
         str | None, typer.Option("--sentence", help="Write the circuit of a sentence instead.")
     ] = None,
     format: Annotated[
-        Literal["qasm2", "qasm3", "qiskit", "csv"],
-        typer.Option("--format", help="Of the circuit; qiskit is QPY."),
-    ] = "qasm3",
+        Literal["qasm2", "qasm3", "qiskit", "csv"] | None,
+        typer.Option("--format", help="Of the circuit; qasm3 if left out, qiskit is QPY."),
+    ] = None,
 ) -> None:
     """Write parameters as .npz and the training log as CSV, or a circuit."""
     with ending_at_interrupt():
         from lockstep.systems.quantum import commands
-    if sentence is None:
-        print(*commands.export(run_dir, output, checkpoint), sep="\n")
-    else:
-        print(*commands.export_circuit(run_dir, sentence, format, output, checkpoint), sep="\n")
+    print(*commands.export(run_dir, output, checkpoint, sentence, format), sep="\n")
 
 
 @app.command()

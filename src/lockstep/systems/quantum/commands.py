@@ -41,8 +41,8 @@ from lockstep.systems.quantum.simulation.statevector import statevector
 from lockstep.systems.quantum.task import Quantum
 from lockstep.systems.quantum.transformer.model import QuantumTransformer
 
-_READ_BACK = 1e-9
-"""Greatest difference of |A|² between a circuit and what was read back of it."""
+_READ_BACK, _READ_BACK_SINGLE = 1e-9, 1e-4
+"""Greatest relative difference of |A|² between a model and a circuit, by the model's precision."""
 _CSV_COLUMNS = ("epoch", "loss", "grad_norm", "seconds")
 
 
@@ -60,7 +60,26 @@ def predict(run_dir: Path, prefix: str, which: str, top: int) -> list[str]:
     ]
 
 
-def export(run_dir: Path, output: Path | None, which: str) -> list[str]:
+def export(
+    run_dir: Path,
+    output: Path | None,
+    which: str,
+    sentence: str | None = None,
+    format: str | None = None,
+) -> list[str]:
+    """Write a sentence's circuit if one is given, else parameters and the log.
+
+    Raises:
+        LockstepError: as `export_circuit` and `export_parameters`.
+    """
+    if sentence is not None:
+        return export_circuit(run_dir, sentence, format or "qasm3", output, which)
+    if format is not None:
+        raise ConfigError(f"--format {format}: is of a circuit; give --sentence")
+    return export_parameters(run_dir, output, which)
+
+
+def export_parameters(run_dir: Path, output: Path | None, which: str) -> list[str]:
     """Write `params`, `epoch`, `lr` and `seed` of a checkpoint as .npz, and the log as CSV.
 
     The .npz also has `embeddings`, `words` and the angles of all restarts as `restarts`; `params`
@@ -112,7 +131,7 @@ def export_circuit(
 ) -> list[str]:
     """Write the superposition circuit of a sentence, with the trained angles.
 
-    What was written is read back, and has the probability |A|² of the model.
+    What was written is read back, and must have the probability |A|² of the model's closed form.
 
     Args:
         run_dir: path of the run directory.
@@ -133,8 +152,11 @@ def export_circuit(
     circuit = _circuit(task, model, sentence)
     circuit = bound(circuit, model.angles.detach()[task.best_restart(model)].flatten())
     content = kind.write(circuit)
-    wanted, found = map(_probability_of_zero, (circuit, kind.read(content)))
-    if not math.isclose(wanted, found, rel_tol=_READ_BACK, abs_tol=_READ_BACK):
+    batch = task.collate([(torch.tensor(task.rows(model, sentence)), 0)])
+    wanted = float(model(batch).detach()[task.best_restart(model), 0])
+    found = float(statevector(kind.read(content))[0].abs().square())
+    close = _READ_BACK if model.angles.dtype == torch.float64 else _READ_BACK_SINGLE
+    if not math.isclose(wanted, found, rel_tol=close, abs_tol=close**2):
         raise ConfigError(
             f"--format {format}: the circuit that was read back has |A|² {found}, the model has "
             f"{wanted}; nothing was written"
@@ -150,10 +172,6 @@ def _circuit(task: Quantum, model: QuantumTransformer, sentence: str) -> Circuit
     if len(rows) < 2:
         raise ConfigError(f"{sentence!r}: a sentence needs at least two words")
     return model.circuit(rows)
-
-
-def _probability_of_zero(circuit: Circuit) -> float:
-    return float(statevector(circuit)[0].abs().square())
 
 
 def training_log(events: list[dict[str, Any]]) -> str:

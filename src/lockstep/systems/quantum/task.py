@@ -37,7 +37,7 @@ from lockstep.systems.quantum.transformer.model import QuantumTransformer, Sente
 
 _AT_A_TIME = 64
 """Sentences whose next words the model predicts at a time."""
-_TUNED_ON = 0.1
+_CHOSEN_BY = 0.1
 """Part of the training sentences that tells networks when they have learned enough."""
 
 Metrics = dict[str, tuple[Tensor | float, Tensor | float]]
@@ -223,10 +223,10 @@ class Quantum(Task):
         """
         assert isinstance(model, QuantumTransformer)
         kept, val = self.sentences["train"], self.sentences.get("val", [])
-        if not val or self.config.validate_on == "train":
-            kept, val = held_out(kept, _TUNED_ON) if len(set(kept)) > 1 else (kept, kept)
+        if not val or split == "val" or self.config.validate_on == "train":
+            kept, val = held_out(kept, _CHOSEN_BY)
+        learned, chosen = self._rows(kept), self._rows(val or kept)
         size = model.angles[0].numel() + model.embeddings.numel()
-        learned, chosen = self._rows(kept), self._rows(val)
         words, seed = len(self.vocabulary), self.config.seed
         found = reached(learned, chosen, self.numbered(split), words, size, seed)
         if self.config.grammar is not None:
@@ -257,6 +257,20 @@ class Quantum(Task):
         found = self.evaluate(model, batch).metrics
         losses = [found[f"restart_{i}"][0] for i in range(model.angles.shape[0])]
         return min(range(len(losses)), key=lambda i: float(losses[i]))
+
+    def data_remarks(self) -> list[str]:
+        """How many sentences of other splits are learned, too."""
+        learned = set(self.sentences["train"])
+        counts = {
+            name: len(learned.intersection(split))
+            for name, split in self.sentences.items()
+            if name != "train" and not (name == "val" and self.config.validate_on == "train")
+        }
+        return [
+            f"{count} sentences of {name} are training sentences, too"
+            for name, count in counts.items()
+            if count
+        ]
 
     def ngram(self, order: int) -> NGram:
         """An n-gram model of the training sentences over the whole vocabulary."""

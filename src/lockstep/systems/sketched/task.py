@@ -168,7 +168,7 @@ class Sketched(Task):
         )
 
     def baselines(self, model: nn.Module, split: str) -> dict[str, dict[str, float]]:
-        """What simple classifiers reach, and networks without sketches, trained as this one.
+        """What simple classifiers reach, and networks without sketches, trained by Adam as long.
 
         Of the mlp: as wide, and where that has more parameters, narrower ones and of low rank, too.
         """
@@ -201,7 +201,9 @@ class Sketched(Task):
     ) -> dict[str, float]:
         config, order = self.config, torch.Generator().manual_seed(self.config.seed)
         optimizer = torch.optim.Adam(net.parameters(), config.lr)
-        for _ in range(config.epochs or 1):
+        steps_an_epoch = -(-len(train) // config.batch_size)
+        epochs = config.epochs if config.steps is None else -(-config.steps // steps_an_epoch)
+        for _ in range(epochs or 1):
             for rows in torch.randperm(len(train), generator=order).split(config.batch_size):  # type: ignore[no-untyped-call]
                 found = self.loss(net, train[rows])
                 optimizer.zero_grad()
