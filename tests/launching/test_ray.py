@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -21,9 +22,11 @@ from tests.lab.agents import TASK
 from tests.launching.ray_nodes import Nodes
 
 from lockstep.errors import LaunchError
+from lockstep.launching.host.line import Terms
 from lockstep.launching.host.processes import is_alive
 from lockstep.launching.job import ray_cluster
 from lockstep.launching.job.ray_cluster import check_ray, layout
+from lockstep.launching.job.ray_node import Node, Work
 from lockstep.launching.start import (
     TRAIN_LAUNCHERS,
     RayCluster,
@@ -32,7 +35,7 @@ from lockstep.launching.start import (
 )
 from lockstep.observe import read_events
 
-STEPS = "steps=300"
+STEPS = "steps=1500"
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs the extra ray"
 )
@@ -91,6 +94,16 @@ def test_addresses_of_no_cluster_are_refused_at_once(monkeypatch):
             check_ray(address)
     with pytest.raises(LaunchError, match="--ray-address auto: belongs to --launcher ray"):
         check_ray_address("local", "auto")
+
+
+def test_a_node_without_the_folders_says_so(tmp_path):
+    terms = Terms("1", "", 1, 1, 0, 5.0, ("-c", "0"))
+    work = Work("127.0.0.1:1", terms, str(tmp_path), "run", {}, 1)
+    with pytest.raises(LaunchError, match=f"the run directory {tmp_path}/run is not there; choose"):
+        Node().run(work)
+    gone = replace(work, folder=str(tmp_path / "gone"))
+    with pytest.raises(LaunchError, match=r"the working directory .*/gone is not there; choose"):
+        Node().run(gone)
 
 
 def test_commands_that_measure_this_host_do_not_take_ray():
@@ -296,6 +309,27 @@ def test_what_ranks_print_comes_home(nodes, tmp_path):
     done = run(argv, tmp_path, cold=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("größer größer größer") == 2
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "code", "words"),
+    [
+        ("raise ValueError('of mine')", 1, "ValueError: of mine"),
+        ("raise ls.errors.DataError('no such file')", 2, "error: no such file"),
+        ("import os; os._exit(7)", 7, "the ranks ended with code 7 before they had a result"),
+    ],
+)
+def test_an_error_of_a_rank_is_told_at_home(line, code, words, nodes, tmp_path):
+    before = "    def dataset(self, split):\n"
+    assert before in TASK
+    (tmp_path / "slow.py").write_text(TASK.replace(before, f"{before}        {line}\n"))
+    argv = [sys.executable, "-m", "lockstep", "train", "slow.py:Slow", STEPS, "-n", "2"]
+    argv += ["--launcher", "ray", "--ray-address", nodes.address, "--run-dir", "run"]
+    done = run(argv, tmp_path, cold=True)
+    assert (done.returncode, words in done.stderr) == (code, True), done.stderr
+    assert nothing_left(nodes)
 
 
 @needs_ray

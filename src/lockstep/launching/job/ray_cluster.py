@@ -17,10 +17,10 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TextIO
 
 from lockstep.errors import LaunchError, LockstepError
 from lockstep.launching.host.coordinator import Coordinator
@@ -34,6 +34,7 @@ OLDEST, BEFORE = (2, 40), (3,)
 _HOST_TIMEOUT_S = 5.0
 _CONNECT_S = 3.0
 _MEET_S = 5.0
+_SILENT = "no answer, as of one with tokens if RAY_AUTH_MODE=token is not set"
 _LOOK_S = 0.2
 _NOTICE_S = 5.0
 _NODE_GROUP = "ray.io/node-group"
@@ -149,8 +150,9 @@ def layout(
 class _Coordinator(Coordinator):
     """The coordinator in a program without an agent of its own."""
 
-    def __init__(self, listener: socket.socket, terms: Terms) -> None:
+    def __init__(self, listener: socket.socket, terms: Terms, out: TextIO) -> None:
         super().__init__(listener, terms, own="")
+        self._out = out
         self._asked: list[int] = []
         self._wake, self._waker = socket.socketpair()
         self._wake.setblocking(False)
@@ -178,7 +180,7 @@ class _Coordinator(Coordinator):
 
     def _take(self, agent: Any, message: dict[str, Any]) -> None:
         if agent.id and "printed" in message:
-            stream = sys.stdout if message["stream"] == "stdout" else sys.stderr
+            stream = self._out if message["stream"] == "stdout" else sys.stderr
             stream.buffer.write(message["printed"].encode("latin-1"))
             stream.flush()
         else:
@@ -203,9 +205,10 @@ class _Driver:
     Args:
         request: what is to be started.
         ray: the module, connected to the cluster.
+        out: stream that gets the ranks' standard output.
     """
 
-    def __init__(self, request: Request, ray: Any) -> None:
+    def __init__(self, request: Request, ray: Any, out: TextIO) -> None:
         self._request, self._ray = request, ray
         nodes = [node for node in ray.nodes() if node["Alive"]]
         self._hosts, self._ranks = self._layout(nodes)
@@ -216,10 +219,10 @@ class _Driver:
         listener = socket.create_server((ray.util.get_node_ip_address(), 0))
         host, port = listener.getsockname()
         self._work = Work(
-            f"{host}:{port}", terms, os.getcwd(), _variables(request.stop_file), request.threads,
-            _contents(request.fd),
+            f"{host}:{port}", terms, os.getcwd(), _run_dir(), _variables(request.stop_file),
+            request.threads, _contents(request.fd),
         )  # fmt: skip
-        self._coordinator = _Coordinator(listener, terms)
+        self._coordinator = _Coordinator(listener, terms, out)
 
     def run(self) -> int:
         """Serve until the run has ended; its exit code."""
@@ -323,6 +326,10 @@ def _variables(stop_file: str) -> dict[str, str]:
     }
 
 
+def _run_dir() -> str:
+    return str(json.loads(os.environ["LOCKSTEP_SESSION"])["run_dir"])
+
+
 def _contents(fd: int | None) -> bytes:
     return b"" if fd is None else os.pread(fd, os.fstat(fd).st_size, 0)
 
@@ -352,7 +359,7 @@ def connected(address: str) -> Any:
     import ray.util.scheduling_strategies
 
     # `ray.init` may wait for minutes for a cluster that is gone.
-    timer = threading.Timer(_MEET_S, _give_up, [_no_cluster(address, "no answer")])
+    timer = threading.Timer(_MEET_S, _give_up, [_no_cluster(address, _SILENT)])
     timer.daemon = True
     timer.start()
     try:
@@ -369,15 +376,19 @@ def _give_up(error: LockstepError) -> None:
     os._exit(error.exit_code)
 
 
-def main(request: Request) -> int:
+def main(request: Request, out: TextIO) -> int:
     """Be the driver; the exit code of the run.
+
+    Args:
+        request: what is to be started.
+        out: stream that gets the ranks' standard output.
 
     Raises:
         LockstepError: the run cannot be started.
     """
     ray = connected(request.address)
     try:
-        return _Driver(request, ray).run()
+        return _Driver(request, ray, out).run()
     finally:
         ray.shutdown()
 
@@ -386,11 +397,13 @@ if __name__ == "__main__":
     values = json.loads(sys.argv[1])
     code = 1
     with pumped_output():  # a reader that stalls must not stall the coordinator
-        try:
-            code = main(Request(**values | {"command": tuple(values["command"])}))
-        except LockstepError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            code = error.exit_code
+        out = sys.stdout
+        with redirect_stdout(sys.stderr):  # Ray prints what happens to it
+            try:
+                code = main(Request(**values | {"command": tuple(values["command"])}), out)
+            except LockstepError as error:
+                print(f"error: {error}", file=sys.stderr, flush=True)
+                code = error.exit_code
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # the store's threads may be anywhere

@@ -38,6 +38,7 @@ class Work:
         rendezvous: address of the coordinator, as `HOST:PORT`.
         terms: what all agents agree on; its command is what each rank runs.
         folder: working directory of the ranks.
+        run_dir: run directory, which the command has made.
         variables: environment variables of the ranks, besides those of the node.
         threads: number of threads of each rank.
         task: copy of a task from memory, which ranks inherit; empty if there is none.
@@ -46,6 +47,7 @@ class Work:
     rendezvous: str
     terms: Terms
     folder: str
+    run_dir: str
     variables: Mapping[str, str]
     threads: int
     task: bytes = b""
@@ -63,11 +65,13 @@ class Node:
         Raises:
             LaunchError: it cannot be started here.
         """
-        if not os.path.isdir(work.folder):
-            raise LaunchError(
-                f"{socket.gethostname()}: the working directory {work.folder} is not there; start "
-                "in a folder that all nodes of the Ray cluster share"
-            )
+        run_dir = os.path.join(work.folder, work.run_dir)
+        for kind, folder in (("working", work.folder), ("run", run_dir)):
+            if not os.path.isdir(folder):
+                raise LaunchError(
+                    f"{socket.gethostname()}: the {kind} directory {folder} is not there; choose "
+                    "one that all nodes of the Ray cluster share"
+                )
         with _inherited(work.task) as fds:
             program = [sys.executable, "-m", __name__, *map(str, fds)]
             agent = subprocess.Popen(
