@@ -90,7 +90,7 @@ def test_addresses_of_no_cluster_are_refused_at_once(monkeypatch):
     with pytest.raises(LaunchError, match=rf"--ray-address 127.0.0.1:{port}: no Ray cluster"):
         check_ray(f"127.0.0.1:{port}")
     for address in ("ray://head:10001", "head", "http://head:8265"):
-        with pytest.raises(LaunchError, match=f"--ray-address {address}: must be HOST:PORT"):
+        with pytest.raises(LaunchError, match=f"{address}: must be HOST:PORT"):
             check_ray(address)
     with pytest.raises(LaunchError, match="--ray-address auto: belongs to --launcher ray"):
         check_ray_address("local", "auto")

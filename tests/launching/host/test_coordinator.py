@@ -143,6 +143,22 @@ def test_a_line_takes_messages_apart_and_ends_at_what_is_none() -> None:
     own.close()
 
 
+def test_a_line_with_more_than_is_read_at_once_is_not_at_its_end() -> None:
+    left, right = _tcp_pair()
+    sender, reader = Line(left), Line(right)
+    for number in range(48):
+        sender.send(number=number, printed="x" * (1 << 16))
+    found: list[int] = []
+    for _ in range(200):
+        sender.flush()
+        messages, is_over = reader.read()
+        assert not is_over
+        found += [message["number"] for message in messages]
+    assert found == list(range(48))
+    right.close()
+    left.close()
+
+
 def _read(line: Line) -> tuple[list[dict[str, Any]], bool]:
     time.sleep(0.1)
     return line.read()

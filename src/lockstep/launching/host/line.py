@@ -56,19 +56,19 @@ class Line:
     def read(self) -> tuple[list[dict[str, Any]], bool]:
         """The messages that have come, and whether the line is at its end.
 
-        It is at its end, too, where something comes that is no message.
+        It is at its end, too, where something comes that is no message. What is more than a bound
+        is left for the next call.
         """
-        is_open = True
+        is_over = False
         try:
-            while is_open and len(self._unread) < _MAX_BYTES:
+            while not is_over and len(self._unread) < _MAX_BYTES:
                 data = self.connection.recv(1 << 16)
                 self._unread += data
-                is_open = bool(data)
-            is_open = False
+                is_over = not data
         except BlockingIOError:
             pass
         except OSError:
-            is_open = False
+            is_over = True
         *texts, self._unread = self._unread.split(b"\n")
         messages: list[dict[str, Any]] = []
         for text in texts:
@@ -79,7 +79,7 @@ class Line:
             if not isinstance(message, dict):
                 return messages, True
             messages.append(message)
-        return messages, not is_open
+        return messages, is_over or len(self._unread) >= _MAX_BYTES
 
     def close(self) -> None:
         """Close the connection."""

@@ -33,7 +33,7 @@ OLDEST, BEFORE = (2, 40), (3,)
 
 _HOST_TIMEOUT_S = 5.0
 _CONNECT_S = 3.0
-_MEET_S = 5.0
+_MEET_S = 30.0
 _SILENT = "no answer, as of one with tokens if RAY_AUTH_MODE=token is not set"
 _LOOK_S = 0.2
 _NOTICE_S = 5.0
@@ -101,14 +101,14 @@ def check_ray(address: str) -> None:
         )
     if address != "auto" and not re.fullmatch(r"[^\s:/]+:\d{1,5}", address):
         raise LaunchError(
-            f"--ray-address {address}: must be HOST:PORT of the cluster's head node, or auto; for "
+            f"--ray-address (or RAY_ADDRESS) {address}: must be HOST:PORT of the cluster's head node, or auto; for "
             "ray:// and https:// submit the command as a job: `ray job submit -- lockstep train …`"
         )
     host, _, port = address.rpartition(":")
     try:
         if host:
             socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:
         raise _no_cluster(address, str(error)) from None
 
 
