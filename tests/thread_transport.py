@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lockstep.comm.ahead import AheadTransport
+from lockstep.comm.mailbox import AheadTransport
 from lockstep.comm.transport import Sending, Transport
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from torch import Tensor
 from lockstep.comm.calls import KINDS, CallGroup, CallRing, measure_of
 
 if TYPE_CHECKING:
-    from lockstep.comm.ahead import Started
+    from lockstep.comm.mailbox import Started
 
 
 class Traffic:

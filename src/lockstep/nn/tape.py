@@ -7,10 +7,10 @@ gets them at once.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from traceback import walk_stack, walk_tb
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -357,35 +357,24 @@ def _on(device: torch.device, kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs | {"device": device} if kwargs.get("device") is not None else kwargs
 
 
-def _where(frames: Iterable[FrameType]) -> str:
-    """Where the model's code is, of frames with the innermost first."""
-    for frame in frames:
-        code = frame.f_code
+def _where(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Where the model's code is, of frames and lines with the innermost first."""
+    for frame, line in frames:
+        code, owner = frame.f_code, frame.f_locals.get("self")
         if not code.co_filename.startswith(_OURS):
-            line = f"{Path(code.co_filename).name}, line {frame.f_lineno}"
-            owner = frame.f_locals.get("self")
             kind = f"{type(owner).__name__}." if isinstance(owner, nn.Module) else ""
-            return f"{kind}{code.co_name} ({line})"
+            return f"{kind}{code.co_name} ({Path(code.co_filename).name}, line {line})"
     return "its code"
 
 
 def _here() -> str:
     """Where the model's code is now."""
-    frame: FrameType | None = sys._getframe(1)
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return _where(frames)
+    return _where(walk_stack(None))
 
 
 def raised_at(traceback: TracebackType | None) -> str:
     """Where the model's code has raised an error."""
-    frames = []
-    while traceback is not None:
-        frames.append(traceback.tb_frame)
-        traceback = traceback.tb_next
-    return _where(reversed(frames))
+    return _where(reversed(list(walk_tb(traceback))))
 
 
 def _name_of(func: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from lockstep.comm.ahead import Started
+from lockstep.comm.mailbox import Started
 from lockstep.comm.transport import Transport
 from lockstep.parallel.fold import Arena, ArenaLayout, Row, Segment, TensorSpecs, buckets
 from lockstep.parallel.layout import Node, Range, merges

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lockstep.comm.ahead import Started
+from lockstep.comm.mailbox import Started
 from lockstep.parallel.exchange import (
     ExchangePlan,
     Slices,

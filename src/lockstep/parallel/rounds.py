@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.comm.ahead import Started
+from lockstep.comm.mailbox import Started
 from lockstep.comm.transport import Transport
 from lockstep.parallel.exchange import Leaves
 from lockstep.parallel.fold import (

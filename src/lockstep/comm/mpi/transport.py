@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from lockstep.comm.ahead import AheadTransport
 from lockstep.comm.calls import CallGroup
+from lockstep.comm.mailbox import AheadTransport
 from lockstep.comm.mpi.growth import (
     Growth,
     Joiner,

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from lockstep.comm.ahead import AheadTransport
 from lockstep.comm.calls import CallGroup
+from lockstep.comm.mailbox import AheadTransport
 from lockstep.comm.torchdist.store import check_interfaces, meet_at
 from lockstep.comm.transport import Sending, Transport, collective, count_broadcast, offsets
 

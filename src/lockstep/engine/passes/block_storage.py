@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from lockstep.comm.ahead import Started
+from lockstep.comm.mailbox import Started
 from lockstep.comm.transport import GroupBroken
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.placement import Placement

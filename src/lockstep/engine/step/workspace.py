@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lockstep.comm.ahead import Started
+from lockstep.comm.mailbox import Started
 from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.engine.faults import Moment
 from lockstep.engine.flat_tensors import FlatTensors, Slice
