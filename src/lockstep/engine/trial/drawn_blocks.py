@@ -6,7 +6,7 @@ it computes that block. What it draws, it forgets, and draws again for the backw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -29,18 +29,23 @@ from lockstep.errors import TaskError
 from lockstep.nn.cutting import units_of
 from lockstep.nn.module_row import ModuleRow
 from lockstep.nn.row import Row, row_of, set_row
+from lockstep.nn.tape import memory_of
 
 
 class DrawnBlocks(OneBlock):
     """Draws the parameters of a block each time that it is computed, and frees them after it.
 
     For the passes of a trial, where each process computes the whole model, and none has it.
+
+    Attributes:
+        earlier: memory in which parameters were before, of which something may have kept views.
     """
 
-    def __init__(self, row: Row, flat: FlatTensors) -> None:
+    def __init__(self, row: Row, flat: FlatTensors, earlier: Sequence[Tensor]) -> None:
         """Prepare, with parameters that have no values yet; see `OneBlock`."""
         super().__init__(row, flat)
-        self._absent: dict[int, str] = {}
+        self.earlier = earlier
+        self._absent = {memory_of(memory): "a parameter" for memory in earlier}
         self._drawn: dict[int, int] = {}
         self._here: Set[int] | None = None
 
@@ -94,7 +99,7 @@ class DrawnBlocks(OneBlock):
 
     def _memories(self, segment: int) -> list[int]:
         tensors = [*self._flat.tensors_of(segment), self._flat.flats[segment]]
-        return [tensor.untyped_storage()._cdata for tensor in tensors]
+        return [memory_of(tensor) for tensor in tensors]
 
 
 _WITHOUT_VALUES = frozenset(
@@ -125,7 +130,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not is_view and schema.name.partition("::")[2] not in _WITHOUT_VALUES:
             for leaf in pytree.arg_tree_leaves(*args, **(kwargs or {})):
                 if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-                    name = self._absent.get(leaf.untyped_storage()._cdata)
+                    name = self._absent.get(memory_of(leaf))
                     if name is not None:
                         raise TaskError(_read_outside(name))
         return func(*args, **(kwargs or {}))
@@ -151,12 +156,14 @@ def drawn_blocks(
     row = row_of(model)
     assert row is not None, "others are drawn at once"
     give_back_large()
+    earlier: list[Tensor] = []
     if isinstance(row, ModuleRow):
+        earlier += flat.flats
         trace = partial(_trace, row, flat, compute, loader)
         trace()
         settle(model, trace)
         flat = flat.moved(units_of(model))
-    drawn = DrawnBlocks(row, flat)
+    drawn = DrawnBlocks(row, flat, earlier)
     drawn.begin()
     return flat, drawn
 
