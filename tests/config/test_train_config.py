@@ -137,7 +137,7 @@ def test_hash_changes_with_every_key_that_can_change_the_result(key: str) -> Non
 def test_a_config_that_compresses_nothing_has_the_hash_of_its_other_keys() -> None:
     others = outcome(TrainConfig())
     del others["compression"], others["local"], others["weights_from"]
-    del others["data"]["stream_shards"]
+    del others["data"]["stream_shards"], others["init"]
     canonical = json.dumps(others, sort_keys=True, default=str)
     expected = hashlib.sha256(canonical.encode()).hexdigest()[:16]
     assert TrainConfig().hash == expected
@@ -145,6 +145,7 @@ def test_a_config_that_compresses_nothing_has_the_hash_of_its_other_keys() -> No
     assert override(TrainConfig(), ["compression.name=int8"]).hash != expected
     assert override(TrainConfig(), ["local.steps=2"]).hash != expected
     assert override(TrainConfig(), ["data.stream_shards=8"]).hash != expected
+    assert override(TrainConfig(), ["init=by_name"]).hash != expected
 
 
 def test_keys_without_outcome_are_keys() -> None:

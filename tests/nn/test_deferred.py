@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -193,9 +194,45 @@ def changed_later() -> nn.Module:
     return layer
 
 
+def written_by_numpy() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.weight.detach().numpy()[:] = 7
+    return layer
+
+
+def scratch_array() -> nn.Module:
+    layer, scratch = nn.Linear(2, 2), np.ones((2, 2), np.float32)
+    layer.weight.data.copy_(torch.from_numpy(scratch))
+    scratch *= 0
+    return layer
+
+
+def pretrained() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.weight.data = torch.from_numpy(np.ones((2, 2), np.float32))
+    return layer
+
+
+def test_integers_are_drawn_by_name() -> None:
+    def make() -> nn.Module:
+        layer = nn.Linear(2, 2)
+        layer.register_buffer("places", torch.randint(2, 9, (50,)))
+        layer.register_buffer("like", torch.randint_like(torch.zeros(50), 2, 9))
+        return layer
+
+    one, other = build(make)[0], build(make)[0]
+    for name in ("places", "like"):
+        values = getattr(one, name)
+        assert torch.equal(values, getattr(other, name))
+        assert (int(values.min()), int(values.max())) == (2, 8)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (written_by_numpy, "build_model needs the values of a tensor in .*read-only"),
+        (scratch_array, r"changes a tensor of shape \(2, 2\) after it was copied into another"),
+        (pretrained, "build_model needs the values of a tensor in pretrained"),
         (hooked, "weight has hooks before it has its values; add hooks in Task.build_optimizer"),
         (own_generator, r"own_generator \(test_deferred.py, line \d+\) draws from a generator"),
         (computed, "norm was computed from parameters, with gradients"),

@@ -21,7 +21,6 @@ from typer.core import TyperCommand, TyperGroup
 
 from lockstep.cli.clusters import subcommands as clusters
 from lockstep.cli.look import subcommands as look
-from lockstep.cli.look.runs import app as runs
 from lockstep.cli.options import contributed, contributed_command, show_help, show_version
 from lockstep.cli.prove import subcommands as prove
 from lockstep.cli.start import subcommands as start
@@ -220,7 +219,9 @@ for _panel, _commands in _COMMANDS.items():
     for _name, (_command, _line) in _commands.items():
         _kind = TakesItems if takes_items(_command) else None
         app.command(_name, cls=_kind, rich_help_panel=_panel, short_help=_line)(_command)
-app.add_typer(runs, name="runs", rich_help_panel="Look", help="List, compare, tag and remove runs.")
+app.add_typer(
+    look.app, name="runs", rich_help_panel="Look", help="List, compare, tag and remove runs."
+)
 
 _taken = {"runs", *(name for commands in _COMMANDS.values() for name in commands)}
 for _group in command_groups():

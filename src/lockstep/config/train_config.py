@@ -53,8 +53,8 @@ class TrainConfig(Section):
     """Of everything random."""
     init: Literal["in_order", "by_name"] = "in_order"
     """How the model's first values are drawn. `in_order`: one after another, as its code does;
-    `by_name`: each tensor's by `seed` and its name, which are other ones. Then, with `mesh.pp` or
-    `sharding=parameters`, no process has the whole model at any time."""
+    `by_name`: each tensor's by `seed` and its name, which are other ones. With `mesh.pp` or
+    `sharding=parameters`, a rank then draws its own part, and never has the whole model."""
     batch_size: Positive = 256
     """Samples in a global batch: one optimizer step, whatever the number of ranks."""
     num_microbatches: Positive = 8

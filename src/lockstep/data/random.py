@@ -62,11 +62,11 @@ def _mixed(state: int, word: int) -> int:
     return state ^ (state >> 31)
 
 
-@lru_cache(maxsize=1)
 def accelerator() -> Any:
     """Torch's module for the kind of accelerator that it can use here, as `torch.cuda`; else None.
 
-    Whether there is a device of that kind is not asked. Metal's is none, for want of float64.
+    Whether there is a device of that kind is not asked. Metal's is none, for want of float64. It is
+    not kept: a package may add its kind later.
     """
     device = torch.accelerator.current_accelerator()
     return None if device is None or device.type == "mps" else torch.get_device_module(device)

@@ -54,6 +54,7 @@ from lockstep.errors import ConfigError, TaskError
 from lockstep.nn.cutting import keep, shards_of, units_of
 from lockstep.nn.module_row import ModuleRow
 from lockstep.nn.row import row_of
+from lockstep.nn.tape import memory_of
 from lockstep.parallel.compression.sums import first_agreed
 from lockstep.parallel.layout import Range
 
@@ -160,7 +161,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime, is_driven: bool 
         check_watched(config, judged(tried))
     on_all(lambda: _check_groups_kept(first_change(groups, values)))
     on_all(lambda: schedulers.check_metrics(judged(tried), config.watch))
-    on_all(lambda: _check_views(config, flat, trial))
+    on_all(lambda: _check_views(config, flat, drawn, trial))
     if on_all(lambda: settle(model, trial.repeat)):
         flat = on_all(lambda: flat.moved(units_of(model)))
         trial.use(flat)
@@ -310,15 +311,17 @@ def _check_groups_kept(changed: str) -> None:
         )
 
 
-def _check_views(config: TrainConfig, flat: FlatTensors, trial: Trial) -> None:
+def _check_views(
+    config: TrainConfig, flat: FlatTensors, drawn: DrawnBlocks | None, trial: Trial
+) -> None:
     """Refuse views of parameters whose memory will move.
 
     Raises:
         TaskError: naming one.
     """
     if config.mesh.tp * config.mesh.pp > 1 or config.shards_parameters:
-        there = (f.untyped_storage().data_ptr() for f in flat.flats)
-        trial.check_views({pointer for pointer in there if pointer})
+        earlier = drawn.earlier if drawn is not None else []
+        trial.check_views({memory_of(memory) for memory in [*flat.flats, *earlier]})
 
 
 def _rehearse(

@@ -176,21 +176,17 @@ class FlatTensors:
     def restricted(self, own: Holding, by_block: bool | None = None) -> FlatTensors:
         """The same tensors in new memory, of some units only; the others keep their memory.
 
-        Args:
-            own: blocks and shards to own.
-            by_block: whether each block has segments of its own; None for as here.
+        `by_block` says whether each block then has segments of its own; None for as here.
         """
-        by_block = self._by_block if by_block is None else by_block
-        return FlatTensors(
-            self._groups, self._kind, self.shards, self.units, own, by_block, self.draws
-        )
+        return self._again(self.units, own, self._by_block if by_block is None else by_block)
 
     def moved(self, units: Mapping[str, Unit]) -> FlatTensors:
         """The same tensors in new memory, with other units; this object must not be used again."""
         self.flats.clear()  # so that the memory of each is free as soon as its tensors have left
-        return FlatTensors(
-            self._groups, self._kind, self.shards, units, self._own, self._by_block, self.draws
-        )
+        return self._again(units, self._own, self._by_block)
+
+    def _again(self, units: Mapping[str, Unit], own: Holding | None, by_block: bool) -> FlatTensors:
+        return FlatTensors(self._groups, self._kind, self.shards, units, own, by_block, self.draws)
 
     @property
     def wholes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -15,9 +15,12 @@ import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.errors import LockstepError, TaskError
 from lockstep.nn.holding import release
@@ -43,6 +46,8 @@ _READS = frozenset(
     }
 )  # fmt: skip
 """Functions that read values without an operation of torch."""
+_SIGNS_OF_NO_VALUES = ("meta", "incompatible tensor type", "not allocated yet", "read-only")
+"""Parts of the messages of torch and numpy where values are missing, or would be lost."""
 _KNOWN: Mapping[Any, Callable[[Tensor], Any]] = {
     Tensor.data_ptr: lambda tensor: memory_of(tensor) + tensor.storage_offset() * tensor.itemsize,
     Tensor.device.__get__: lambda tensor: CPU,
@@ -109,7 +114,7 @@ def build_without_numbers(build: Callable[[], _Model], seed: int) -> tuple[_Mode
     except LockstepError:
         raise
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        if "meta" not in str(error).lower():
+        if not any(sign in str(error).lower() for sign in _SIGNS_OF_NO_VALUES):
             raise
         reason, where = str(error).splitlines()[0], raised_at(error.__traceback__)
         raise TaskError(
@@ -252,7 +257,11 @@ class _Asks(TorchFunctionMode):
         if func in _FACTORIES and _is_on_cpu(args, kwargs):
             kwargs["device"] = META
         elif func in _READS:
-            args = tuple(map(self._tape.with_value, args))
+            is_known = any(isinstance(a, Tensor) and self._tape.knows(a) for a in args)
+            read = func(*map(self._tape.with_value, args), **kwargs)
+            if is_known and isinstance(read, np.ndarray):
+                read.flags.writeable = False  # what is written into it would be lost
+            return read
         elif func in _KNOWN and self._tape.knows(args[0]):
             return _KNOWN[func](args[0])  # else code would leave out what it does on this device
         return func(*args, **kwargs)
@@ -264,3 +273,41 @@ def _is_on_cpu(args: Any, kwargs: dict[str, Any]) -> bool:
     is_cpu = device is None or torch.device(device).type == "cpu"
     # `torch.normal` may have tensors.
     return is_cpu and "out" not in kwargs and not any(isinstance(arg, Tensor) for arg in args)
+
+
+_WITHOUT_VALUES = frozenset(
+    {
+        "empty_like", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones",
+        "new_zeros", "ones_like", "rand_like", "randn_like", "zeros_like",
+    }
+)  # fmt: skip
+"""Operations that ask for a tensor's shape only."""
+
+
+class RefusedReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operations that read parameters which are not in memory.
+
+    Args:
+        absent: names of parameters by the number of their memory (`memory_of`).
+        message: what to say, of a name.
+    """
+
+    def __init__(self, absent: Mapping[int, str], message: Callable[[str], str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._absent, self._message = absent, message
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do an operation.
+
+        Raises:
+            TaskError: naming the parameter that it reads.
+        """
+        schema = func._schema
+        is_view = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
+        if not is_view and schema.name.partition("::")[2] not in _WITHOUT_VALUES:
+            for leaf in pytree.arg_tree_leaves(*args, **(kwargs or {})):
+                if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+                    name = self._absent.get(memory_of(leaf))
+                    if name is not None:
+                        raise TaskError(self._message(name))
+        return func(*args, **(kwargs or {}))

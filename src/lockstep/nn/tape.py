@@ -7,10 +7,11 @@ gets them at once.
 from __future__ import annotations
 
 import hashlib
-import sys
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from traceback import walk_stack, walk_tb
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -79,7 +80,7 @@ class _Operation:
         reads: memory whose content it needs.
         writes: memory that it changes.
         overwrites: whether it changes all of that, whatever was there.
-        versions: tensors with values among the arguments, and their versions then.
+        given: tensors with values among the arguments, and checksums of these then.
         is_random: whether it draws random numbers.
         key: seed of these, once its name is known.
     """
@@ -91,7 +92,7 @@ class _Operation:
     reads: list[int]
     writes: list[int]
     overwrites: bool
-    versions: list[tuple[Tensor, int]]
+    given: list[tuple[Tensor, int]]
     is_random: bool
     key: int | None = None
 
@@ -201,7 +202,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 reads,
                 writes,
                 overwrites,
-                [(t, t._version) for t in tensors if not t.is_meta],
+                [(t, _content(t)) for t in tensors if not t.is_meta],
                 torch.Tag.nondeterministic_seeded in func.tags,
             )
         )
@@ -286,8 +287,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return [_tensor_at(place, there) for place in wanted]
 
     def _do_again(self, operation: _Operation, there: dict[int, torch.UntypedStorage]) -> None:
-        for tensor, version in operation.versions:
-            if tensor._version != version:
+        for tensor, content in operation.given:
+            if _content(tensor) != content:
                 raise TaskError(
                     f"init=by_name: build_model changes a tensor of shape {tuple(tensor.shape)} "
                     f"after it was copied into another; copy it (`.clone()`), {ADVICE}"
@@ -316,10 +317,18 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 there[place.memory] = result.untyped_storage()
 
 
+def _content(tensor: Tensor) -> int:
+    """A checksum of values: a change by numpy leaves the tensor's version as it is."""
+    with _disable_current_modes():
+        whole = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
+        return zlib.crc32(whole.view(-1).view(torch.uint8).numpy().data) if whole.numel() else 0
+
+
 def _drawn(func: Any, args: Any, kwargs: dict[str, Any], key: int) -> Any:
     """What an operation makes that draws random numbers, by a generator with a seed."""
     own = {argument.name for argument in func._schema.arguments}
-    other = func if "generator" in own else getattr(func.overloadpacket, "generator", None)
+    form = "generator" if func._overloadname == "default" else f"{func._overloadname}_generator"
+    other = func if "generator" in own else getattr(func.overloadpacket, form, None)
     if other is not None:
         return other(*args, **kwargs | {"generator": torch.Generator().manual_seed(key)})
     with torch.random.fork_rng(devices=[]):  # such as dropout
@@ -357,35 +366,23 @@ def _on(device: torch.device, kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs | {"device": device} if kwargs.get("device") is not None else kwargs
 
 
-def _where(frames: Iterable[FrameType]) -> str:
-    """Where the model's code is, of frames with the innermost first."""
-    for frame in frames:
-        code = frame.f_code
+def _where(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Where the model's code is, of frames and lines with the innermost first."""
+    for frame, line in frames:
+        code, owner = frame.f_code, frame.f_locals.get("self")
         if not code.co_filename.startswith(_OURS):
-            line = f"{Path(code.co_filename).name}, line {frame.f_lineno}"
-            owner = frame.f_locals.get("self")
             kind = f"{type(owner).__name__}." if isinstance(owner, nn.Module) else ""
-            return f"{kind}{code.co_name} ({line})"
+            return f"{kind}{code.co_name} ({Path(code.co_filename).name}, line {line})"
     return "its code"
 
 
 def _here() -> str:
-    """Where the model's code is now."""
-    frame: FrameType | None = sys._getframe(1)
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return _where(frames)
+    return _where(walk_stack(None))
 
 
 def raised_at(traceback: TracebackType | None) -> str:
     """Where the model's code has raised an error."""
-    frames = []
-    while traceback is not None:
-        frames.append(traceback.tb_frame)
-        traceback = traceback.tb_next
-    return _where(reversed(frames))
+    return _where(reversed(list(walk_tb(traceback))))
 
 
 def _name_of(func: Any) -> str:

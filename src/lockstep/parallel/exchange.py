@@ -150,6 +150,8 @@ class LevelSum:
         rows = torch.tensor(starts, device=memory.device)[:, None]
         self._parts = []
         for offset, part in layout.parts(self.total):
+            if not len(part):
+                continue  # such as no scalars
             places = torch.arange(len(part), device=memory.device)
             first = (rows + offset) // part.itemsize
             self._parts.append((memory.view(part.dtype), (first + places).view(-1), part))

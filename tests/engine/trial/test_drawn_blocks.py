@@ -138,6 +138,19 @@ class Keeping(models.Decoder):
         return {"logits": self.head(self.norm(x))}
 
 
+class Caching(models.Decoder):
+    """Keeps a view that nothing reads so far."""
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        if "kept" not in vars(self):
+            self.blocks[1].register_forward_pre_hook(self.keep)
+        return super().forward(tokens)
+
+    def keep(self, block: Any, inputs: Any) -> None:
+        if "kept" not in vars(self):
+            self.__dict__["kept"] = block.norm.weight.detach()[:3]
+
+
 class Shrinking(models.Block):
     def forward(self, x: Tensor, *, mask: Tensor, scale: float = 1.0) -> Any:
         self.up.weight.data.mul_(0.5)
@@ -159,6 +172,7 @@ class Changing(models.Decoder):
         (Counting, models.Decoder, {}, "blocks.0.up.bias is read while its block is not computed"),
         (InUnits, Keeping, {}, "is read while its block is not computed"),
         (InUnits, Changing, {}, "blocks.0.up.weight"),
+        (InUnits, Caching, {}, "model.kept: keeps a view of a parameter"),
         (Words, models.Around, {"pp": 2}, "differs when blocks are computed by stages"),
         (Words, models.Remembering, {"pp": 2}, "differs when blocks are computed by stages"),
         (Words, models.Decoder, {"pp": 5}, "can be cut into 4; set mesh.pp to at most 4"),

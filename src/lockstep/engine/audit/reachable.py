@@ -98,6 +98,8 @@ def _memory(value: Any, most_bytes: int) -> str:
 def _tensor(value: Tensor, most_bytes: int) -> str:
     if value.layout != torch.strided or value.device.type == "meta":
         return f"{value.layout} {tuple(value.shape)} {value._version}"
+    if value.numel() and not value.untyped_storage().nbytes():
+        return f"{value.dtype} {tuple(value.shape)} without memory"  # a view of a closed block
     value = value.detach()
     stride = max(1, value.numel() * value.element_size() // most_bytes)
     if value.is_contiguous() or stride == 1:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import optim
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.config import PrecisionConfig
 from lockstep.config.parsing import as_type
@@ -148,10 +149,14 @@ class _Loaded(Loader):
 
 
 def _disabled_methods() -> Iterator[Callable[..., Any]]:
-    """Methods of optimizers that the compiler is to leave alone, as they were written."""
+    """Methods that the compiler is to leave alone: of optimizers, and of Lockstep's own modes."""
     for name in ("add_param_group", "state_dict", "load_state_dict", "zero_grad"):
         method = getattr(optim.Optimizer, name)
         if hasattr(method, "__wrapped__"):
+            yield method.__wrapped__
+    for mode in TorchDispatchMode.__subclasses__():
+        method = mode.__torch_dispatch__
+        if mode.__module__.startswith("lockstep.") and hasattr(method, "__wrapped__"):
             yield method.__wrapped__
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -32,10 +32,16 @@ from lockstep.engine.tables.run_tables import tables_of
 from lockstep.engine.task import Task, has_carry
 from lockstep.errors import ConfigError, TaskError
 from lockstep.nn.cutting import check_state_dict, cut, shards_of
-from lockstep.nn.deferred import ParameterDraws, build_without_numbers, numbers_given
+from lockstep.nn.deferred import (
+    ParameterDraws,
+    RefusedReads,
+    build_without_numbers,
+    numbers_given,
+)
 from lockstep.nn.holding import is_released, say_what_is_held
 from lockstep.nn.module_row import ModuleRow
 from lockstep.nn.row import row_of, set_row
+from lockstep.nn.tape import memory_of
 from lockstep.nn.units import found_row
 from lockstep.parallel.axes import DepthAxis
 from lockstep.parallel.layout import Range
@@ -239,10 +245,12 @@ def built(task: Task, config: TrainConfig, device: torch.device) -> Built:
     _check_compression_fits(compute, config)
     if compute.local is not None:
         return Built(model, compute, compute.local.outer_optimizer())
-    optimizer = compute.phases.optimizer(task.build_optimizer(model))
-    if optimizer is None:
-        optimizer = default_optimizer(model, config)
-    checked = check_optimizer(optimizer, model, config)
+    released = {memory_of(p): n for n, p in model.named_parameters() if is_released(p)}
+    with RefusedReads(released, _read_unmade) if released else nullcontext():
+        optimizer = compute.phases.optimizer(task.build_optimizer(model))
+        if optimizer is None:
+            optimizer = default_optimizer(model, config)
+        checked = check_optimizer(optimizer, model, config)
     _check_closure_fits(task, model, checked)
     if draws is not None:
         trained = {id(p) for group in checked.param_groups for p in group["params"]}
@@ -250,6 +258,14 @@ def built(task: Task, config: TrainConfig, device: torch.device) -> Built:
             if id(parameter) not in trained and is_released(parameter):
                 parameter.data = draws.make(parameter).to(device)
     return Built(model, compute, checked, draws)
+
+
+def _read_unmade(name: str) -> str:
+    return (
+        f"build_optimizer: reads {name}, which has no values yet on ranks that draw blocks when "
+        "they need them (init=by_name with sharding=parameters or mesh.pp); choose by names and "
+        "shapes, or set init=in_order"
+    )
 
 
 def _check_closure_fits(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -6,15 +6,12 @@ it computes that block. What it draws, it forgets, and draws again for the backw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm.host import give_back_large
@@ -27,20 +24,26 @@ from lockstep.engine.passes.compute import Compute
 from lockstep.engine.trial.outcome import OneBlock
 from lockstep.errors import TaskError
 from lockstep.nn.cutting import units_of
+from lockstep.nn.deferred import RefusedReads
 from lockstep.nn.module_row import ModuleRow
 from lockstep.nn.row import Row, row_of, set_row
+from lockstep.nn.tape import memory_of
 
 
 class DrawnBlocks(OneBlock):
     """Draws the parameters of a block each time that it is computed, and frees them after it.
 
     For the passes of a trial, where each process computes the whole model, and none has it.
+
+    Attributes:
+        earlier: memory in which parameters were before, of which something may have kept views.
     """
 
-    def __init__(self, row: Row, flat: FlatTensors) -> None:
+    def __init__(self, row: Row, flat: FlatTensors, earlier: Sequence[Tensor]) -> None:
         """Prepare, with parameters that have no values yet; see `OneBlock`."""
         super().__init__(row, flat)
-        self._absent: dict[int, str] = {}
+        self.earlier = earlier
+        self._absent = {memory_of(memory): "a parameter" for memory in earlier}
         self._drawn: dict[int, int] = {}
         self._here: Set[int] | None = None
 
@@ -51,7 +54,7 @@ class DrawnBlocks(OneBlock):
         Raises:
             TaskError: naming the parameter.
         """
-        with _Watch(self._absent):
+        with RefusedReads(self._absent, _read_outside):
             yield
 
     @contextmanager
@@ -94,41 +97,7 @@ class DrawnBlocks(OneBlock):
 
     def _memories(self, segment: int) -> list[int]:
         tensors = [*self._flat.tensors_of(segment), self._flat.flats[segment]]
-        return [tensor.untyped_storage()._cdata for tensor in tensors]
-
-
-_WITHOUT_VALUES = frozenset(
-    {
-        "empty_like", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones",
-        "new_zeros", "ones_like", "rand_like", "randn_like", "zeros_like",
-    }
-)  # fmt: skip
-"""Operations that ask for a tensor's shape only."""
-
-
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operations that read some memory."""
-
-    def __init__(self, absent: Mapping[int, str]) -> None:
-        """Watch memory, by its number, with the name of a parameter."""
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._absent = absent
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do an operation.
-
-        Raises:
-            TaskError: naming the parameter that it reads.
-        """
-        schema = func._schema
-        is_view = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
-        if not is_view and schema.name.partition("::")[2] not in _WITHOUT_VALUES:
-            for leaf in pytree.arg_tree_leaves(*args, **(kwargs or {})):
-                if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-                    name = self._absent.get(leaf.untyped_storage()._cdata)
-                    if name is not None:
-                        raise TaskError(_read_outside(name))
-        return func(*args, **(kwargs or {}))
+        return [memory_of(tensor) for tensor in tensors]
 
 
 def _read_outside(name: str) -> str:
@@ -151,12 +120,14 @@ def drawn_blocks(
     row = row_of(model)
     assert row is not None, "others are drawn at once"
     give_back_large()
+    earlier: list[Tensor] = []
     if isinstance(row, ModuleRow):
+        earlier += flat.flats
         trace = partial(_trace, row, flat, compute, loader)
         trace()
         settle(model, trace)
         flat = flat.moved(units_of(model))
-    drawn = DrawnBlocks(row, flat)
+    drawn = DrawnBlocks(row, flat, earlier)
     drawn.begin()
     return flat, drawn
 

@@ -262,10 +262,11 @@ class OneBlock:
         for segment in self._of_one_block.intersection(self._needed[block]):
             for tensor in self._flat.tensors_of(segment):
                 gradient = tensor.grad
-                # The trial has no checksums of other gradients to compare with.
-                if gradient is not None and gradient.is_cpu and gradient.layout == torch.strided:
+                if gradient is None or gradient.layout != torch.strided:
+                    continue
+                if gradient.is_cpu:  # the trial has no checksums of others to compare with
                     self.gradients[id(tensor)] = checksum(gradient)
-                    tensor.grad = None
+                tensor.grad = None
 
     def _drop(self, block: int) -> None:
         for segment in self._needed[block]:

@@ -47,6 +47,7 @@ from lockstep.engine.trial.outcome import (
     read_on_other_rank,
 )
 from lockstep.errors import TaskError
+from lockstep.nn.tape import memory_of
 
 
 class Trial:
@@ -172,17 +173,17 @@ class Trial:
         self._clear_gradients()
         return made
 
-    def check_views(self, storages: Set[int]) -> None:
+    def check_views(self, memories: Set[int]) -> None:
         """Refuse views of parameters that are kept between batches.
 
         Args:
-            storages: addresses of the memory of all parameters.
+            memories: numbers of the memory of all parameters (`lockstep.nn.tape.memory_of`).
 
         Raises:
             TaskError: naming one.
         """
         for path, tensor in Walk(self._roots()).tensors.items():
-            if has_memory(tensor) and tensor.untyped_storage().data_ptr() in storages:
+            if has_memory(tensor) and memory_of(tensor) in memories:
                 raise TaskError(
                     f"{path}: keeps a view of a parameter, whose memory moves with mesh.pp, "
                     "mesh.tp and sharding=parameters; take it from the parameter in each forward "
@@ -340,6 +341,7 @@ class Trial:
         )
 
     def _clear_gradients(self) -> None:
+        self._freed.clear()
         for parameter in self._model.parameters():
             parameter.grad = None
 

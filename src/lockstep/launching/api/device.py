@@ -12,6 +12,7 @@ import torch
 from torch.backends import cuda, cudnn
 
 from lockstep.config import TrainConfig
+from lockstep.data.random import accelerator
 from lockstep.errors import ConfigError, TaskError
 from lockstep.launching.rank.environment import Environment
 
@@ -69,17 +70,19 @@ def find_device(wanted: str, environment: Environment) -> torch.device:
         ConfigError: a GPU is wanted, and there is none for this rank.
     """
     is_of_agent = environment.host_timeout_s > 0  # whose groups of ranks over NCCL nobody has tried
-    if is_of_agent and wanted == "cuda":
+    if is_of_agent and wanted in ("cuda", "accelerator"):
         raise ConfigError(
-            "device='cuda': ranks of `lockstep agent` compute on CPUs; set device=cpu"
+            f"device={wanted!r}: ranks of `lockstep agent` compute on CPUs; set device=cpu"
         )
     if wanted == "cpu" or (wanted == "auto" and is_of_agent):
         return torch.device("cpu")
     kind = "cuda"
     if wanted == "accelerator":
-        found = torch.accelerator.current_accelerator()
+        found = torch.accelerator.current_accelerator() if accelerator() else None
         kind = found.type if found is not None else "accelerator"
-    count = torch.cuda.device_count() if kind == "cuda" else torch.accelerator.device_count()
+    count = torch.cuda.device_count() if kind == "cuda" else 0
+    if kind != "cuda" and accelerator() is not None:
+        count = torch.accelerator.device_count()
     if wanted == "auto" and count < environment.local_world_size:
         return torch.device("cpu")
     if not count:

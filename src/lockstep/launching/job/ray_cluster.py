@@ -101,9 +101,9 @@ def check_ray(address: str) -> None:
         )
     if address != "auto" and not re.fullmatch(r"[^\s:/]+:\d{1,5}", address):
         raise LaunchError(
-            f"--ray-address (or RAY_ADDRESS) {address}: must be HOST:PORT of the cluster's head node, "
-            "or auto; for ray:// and https:// submit the command as a job: `ray job submit -- "
-            "lockstep train …`"
+            f"--ray-address (or RAY_ADDRESS) {address}: must be HOST:PORT of the cluster's head "
+            "node, or auto; for ray:// and https:// submit the command as a job: `ray job submit "
+            "-- lockstep train …`"
         )
     host, _, port = address.rpartition(":")
     try:
