@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from math import log2
+from math import ceil, log2
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ def _measured(sizes: Sequence[int]) -> Section:
                 f"{found['regroup_bytes'] / 1e6:.1f}",
             )
         )
-    section.at_most("one SHA-256", f"{len(hashes)} of {len(sizes)} runs", len(hashes) == 1)
+    section.at_most("one SHA-256", f"{len(hashes)} in {len(sizes)} runs", len(hashes) == 1)
     return section
 
 
@@ -209,7 +209,7 @@ def _simulated(sizes: Sequence[int]) -> Section:
         few = [sum(part.messages.values()) - part.messages["all-to-all"]
                for part in (flat, by_host, *sharded.values())]  # fmt: skip
         if size > FEW_RANKS:
-            most_few = max(most_few, max(few) / log2(size))
+            most_few = max(most_few, max(few) / ceil(log2(size)))
         layout = simulated(Case(size), 0).layout_s
         header_bytes = 8 * (NUM_HEADER + NUM_SCALARS) * size
         read_s = header_seconds(size)
@@ -234,8 +234,8 @@ def _simulated(sizes: Sequence[int]) -> Section:
             )
         )
     section.at_most(
-        f"more than {FEW_RANKS} ranks: `few` of each part ≤ 4 log2 n",
-        f"{most_few:.1f} log2 n",
+        f"more than {FEW_RANKS} ranks: `few` of each part ≤ 4 ⌈log2 n⌉",
+        f"{most_few:.1f} ⌈log2 n⌉",
         most_few <= 4,
     )
     stages = {num: messages_of_a_microbatch(num) for num in (4, 64)}

@@ -347,7 +347,8 @@ def simulated(case: Case, rank: int) -> Step:
 
 def looked_at(case: Case) -> list[int]:
     """Ranks that stand for all: the first one, which is a host's, one inside a host, the last."""
-    return sorted({0, case.ranks // 2 + case.per_host // 2, case.ranks - 1})
+    inside = case.ranks // 2 + min(case.per_host, case.ranks) // 2 - 1
+    return sorted({0, max(inside, 0), case.ranks - 1})
 
 
 def most(case: Case) -> dict[str, Part]:
