@@ -346,9 +346,9 @@ def simulated(case: Case, rank: int) -> Step:
 
 
 def looked_at(case: Case) -> list[int]:
-    """Ranks that stand for all: first and last ones of the group and of a host, and the middle."""
-    some = {0, 1, case.per_host - 1, case.per_host, case.ranks // 2, case.ranks - 1}
-    return sorted(rank for rank in some if 0 <= rank < case.ranks)
+    """Ranks that stand for all: the first one, which is a host's, one inside a host, the last."""
+    inside = case.ranks // 2 + min(case.per_host, case.ranks) // 2 - 1
+    return sorted({0, max(inside, 0), case.ranks - 1})
 
 
 def most(case: Case) -> dict[str, Part]:
