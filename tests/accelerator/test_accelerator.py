@@ -15,6 +15,7 @@ from lockstep.engine.faults import Moment, PlannedFault, to_env
 from lockstep.observe import read_events
 from tests.accelerator import HERE, surroundings
 from tests.conftest import environment, result, run, slow
+from tests.distributed.conftest import CONFIG, same
 
 DIGITS = ("train", "digits", "steps=24", "checkpoint.every=8", "eval_every=12", "log_every=8")
 
@@ -136,3 +137,27 @@ def test_the_number_of_collectives_does_not_depend_on_that_of_ranks(
     found = json.loads(printed.rpartition("RESULT ")[2])
     assert found["8"][0] == 2
     assert found["8"] == found["64"] == found["1024"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "keys"),
+    [
+        ("local", ("-n", 2, "mesh.pp=2")),
+        ("torchrun", ("-n", 2, "mesh.pp=2", "mesh.interleave=2")),
+        ("local", ("-n", 4, "mesh.pp=2", "mesh.tp=2")),
+        ("local", ("-n", 3, "sharding=parameters")),
+    ],
+)
+def test_axes_have_the_bits_of_one_device(
+    command: Callable[..., str], tmp_path: Path, launcher: str, keys: tuple[object, ...]
+) -> None:
+    model = f"{HERE.parent / 'nn' / 'models.py'}:Deep"
+    argv = ("-m", "lockstep", "train", model, *CONFIG, "device=accelerator", "--run-dir")
+    command(*argv, "alone")
+    command(*argv, "run", "--launcher", launcher, *keys)
+    same(tmp_path / "run", result(tmp_path / "alone"))
+    if launcher == "local" and "mesh.pp=2" in keys:
+        faults = to_env([PlannedFault(1, 3)], tmp_path / "faults")
+        command(*argv, "killed", "--launcher", launcher, "-n", 4, "mesh.pp=2", **faults)
+        same(tmp_path / "killed", result(tmp_path / "alone"))
