@@ -79,7 +79,7 @@ class ElasticSubgroup(Subgroup):
 
     def _look(self) -> None:
         self._look_at_whole()
-        if self._connections.have_closed():
+        if self._connections.are_shut or self._connections.have_closed():
             raise RuntimeError("the group was given up")
 
     def _finish(self, work: Any, is_message: bool = False) -> None:
@@ -367,7 +367,7 @@ class ElasticTransport(GroupTransport):
             # `wait` returns at once; and what was aborted ends as if all were well.
             work.wait()
             torch.accelerator.current_stream(self.device).synchronize()
-            if self._supervision.is_lost() or own.have_closed():
+            if self._supervision.is_lost() or own.are_shut:
                 raise GenerationLost("a rank died")
             return
         try:
