@@ -90,7 +90,7 @@ _LOOPS = {
         "transformer_27m", 8, 100, stand_in="transformer_tiny"
     ),
     "GPT-2, 124 M parameters, bf16, batch 8 x 1,024": Loop(
-        "gpt_124m", 8, 70, "bf16", stand_in="gpt_tiny"
+        "gpt_124m", 8, 70, "bf16", stand_in="transformer_tiny"
     ),
 }
 
@@ -159,7 +159,7 @@ def _same_bits(device: str, is_dry: bool) -> Section:
 def _three_ends(
     training: Training, device: str, is_dry: bool, folder: Path
 ) -> list[dict[str, Any]]:
-    steps = 4 if is_dry else training.steps
+    steps = 2 if is_dry else training.steps
     keys = (f"device={device}", f"steps={steps}", f"checkpoint.every={max(steps // 10, 1)}")
     argv = [*_LOCKSTEP, "train", *training.recipe, *keys]
     return [

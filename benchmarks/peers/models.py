@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-MODELS = ("mlp_small", "mlp_0p8m", "transformer_27m", "gpt_124m", "transformer_tiny", "gpt_tiny")
+MODELS = ("mlp_small", "mlp_0p8m", "transformer_27m", "gpt_124m", "transformer_tiny")
 VOCABULARY, CONTEXT = 1536, 64
 GPT_VOCABULARY, GPT_CONTEXT = 50_257, 1024
 
@@ -41,11 +41,9 @@ def workload(name: str) -> Workload:
     if name == "transformer_27m":
         return Workload(Transformer(), next_token_loss, token_data, batch=8)
     if name == "gpt_124m":
-        return Workload(gpt(768, 12, 12), next_token_loss, gpt_data, batch=8)
+        return Workload(gpt_124m(), next_token_loss, gpt_data, batch=8)
     if name == "transformer_tiny":
         return Workload(Transformer(32, 2, 2), next_token_loss, token_data, batch=2)
-    if name == "gpt_tiny":
-        return Workload(gpt(32, 2, 2), next_token_loss, gpt_data, batch=2)
     raise ValueError(f"model={name!r}: must be one of {', '.join(MODELS)}")
 
 
@@ -64,9 +62,9 @@ def mlp_0p8m() -> nn.Module:
     )
 
 
-def gpt(width: int, num_layers: int, num_heads: int) -> nn.Module:
-    """GPT-2, the head tied to the embedding; the smallest has 12 layers of width 768."""
-    model = Transformer(width, num_layers, num_heads, GPT_VOCABULARY, GPT_CONTEXT)
+def gpt_124m() -> nn.Module:
+    """The smallest GPT-2: 12 layers of width 768, the head tied to the embedding."""
+    model = Transformer(768, 12, 12, GPT_VOCABULARY, GPT_CONTEXT)
     nn.init.normal_(model.tokens.weight, std=0.02)
     model.head.weight = model.tokens.weight
     return model

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from lockstep.engine.faults import PlannedFault, to_env
+from lockstep.engine.faults import Moment, PlannedFault, to_env
 from lockstep.observe import read_events
 from tests.accelerator import HERE, surroundings
-from tests.conftest import environment, result, run
+from tests.conftest import environment, result, run, slow
+from tests.distributed.conftest import CONFIG, same
 
 DIGITS = ("train", "digits", "steps=24", "checkpoint.every=8", "eval_every=12", "log_every=8")
-SHARDINGS = ("sharding=none", "sharding=optimizer", "sharding=gradients")
 
 
 @pytest.fixture(scope="module")
@@ -83,17 +83,81 @@ def test_a_step_waits_once(cases: Callable[..., dict[str, Any]]) -> None:
     assert found == {"bare": {"to host": 1.0}, "bare-clipped": {"to host": 1.0}}
 
 
-@pytest.mark.parametrize("sharding", [SHARDINGS[1]])
+@pytest.mark.parametrize(
+    ("moment", "keys"),
+    [
+        ("reduced", ("-n", 3, "sharding=optimizer")),
+        slow("compute", ("-n", 2)),
+        slow("compute", ("-n", 3, "sharding=gradients")),
+        slow("optimizer", ("-n", 4, "sharding=optimizer")),
+    ],
+)
 def test_survivors_go_on_with_what_they_have(
-    command: Callable[..., str], tmp_path: Path, reference: str, sharding: str
+    command: Callable[..., str],
+    tmp_path: Path,
+    reference: str,
+    moment: Moment,
+    keys: tuple[object, ...],
 ) -> None:
-    faults = to_env([PlannedFault(1, 5, "reduced")], tmp_path / "faults")
-    keys = ("-n", 3, "--launcher", "local", "device=accelerator", sharding)
-    command("-m", "lockstep", *DIGITS, *keys, "--run-dir", "run", **faults)
-    assert result(tmp_path / "run")["params_sha256"] == reference
+    faults = to_env([PlannedFault(1, 5, moment)], tmp_path / "faults")
+    argv = ("-m", "lockstep", *DIGITS, "--launcher", "local", "device=accelerator", *keys)
+    command(*argv, "--run-dir", "run", **faults)
     rows = read_events(tmp_path / "run" / "events.jsonl")
-    recovered = [row for row in rows if row["event"] == "Recovered"]
-    assert [row["copied"] for row in recovered] == [False]
-    assert {row["device"] for row in rows if row["event"] == "Joined"} == {
-        "hostgpu:0", "hostgpu:1", "hostgpu:2"
-    }  # fmt: skip
+    lost = [row for row in rows if row["event"] in ("RankLost", "Recovered")]
+    assert [row["event"] for row in lost] == ["RankLost", "Recovered"]
+    assert lost[1]["seconds"] < 15  # far less than `hang_timeout_s`
+    assert result(tmp_path / "run")["params_sha256"] == reference
+    devices = {row["device"] for row in rows if row["event"] == "Joined"}
+    assert devices == {f"hostgpu:{n}" for n in range(int(str(keys[1])))}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["mpi", "torchrun"])
+def test_ranks_meet_under_other_launchers_and_go_on_later(
+    command: Callable[..., str], tmp_path: Path, reference: str, launcher: str
+) -> None:
+    keys = ("--launcher", launcher, "device=accelerator", "sharding=optimizer")
+    command("-m", "lockstep", *DIGITS, "-n", 2, *keys, "stop_at_step=10", "--run-dir", "run")
+    command("-m", "lockstep", "resume", "run", "-n", 3, "--launcher", "local")
+    assert result(tmp_path / "run")["params_sha256"] == reference
+
+
+@pytest.mark.slow
+def test_each_case_has_the_bits_of_the_cpu(cases: Callable[..., dict[str, Any]]) -> None:
+    ends = cases("cpu,accelerator")
+    assert len(ends) > 40
+    assert {name: end for name, end in ends.items() if end[0] != end[1] or len(end[0]) < 2} == {}
+
+
+@pytest.mark.slow
+def test_the_number_of_collectives_does_not_depend_on_that_of_ranks(
+    command: Callable[..., str], tmp_path: Path
+) -> None:
+    printed = command(HERE / "fake_ranks.py", tmp_path, 8, 64, 1024)
+    found = json.loads(printed.rpartition("RESULT ")[2])
+    assert found["8"][0] == 2
+    assert found["8"] == found["64"] == found["1024"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "keys"),
+    [
+        ("local", ("-n", 2, "mesh.pp=2")),
+        ("torchrun", ("-n", 2, "mesh.pp=2", "mesh.interleave=2")),
+        ("local", ("-n", 4, "mesh.pp=2", "mesh.tp=2")),
+        ("local", ("-n", 3, "sharding=parameters")),
+    ],
+)
+def test_axes_have_the_bits_of_one_device(
+    command: Callable[..., str], tmp_path: Path, launcher: str, keys: tuple[object, ...]
+) -> None:
+    model = f"{HERE.parent / 'nn' / 'models.py'}:Deep"
+    argv = ("-m", "lockstep", "train", model, *CONFIG, "device=accelerator", "--run-dir")
+    command(*argv, "alone")
+    command(*argv, "run", "--launcher", launcher, *keys)
+    same(tmp_path / "run", result(tmp_path / "alone"))
+    if launcher == "local" and "mesh.pp=2" in keys:
+        faults = to_env([PlannedFault(1, 3)], tmp_path / "faults")
+        command(*argv, "killed", "--launcher", launcher, "-n", 4, "mesh.pp=2", **faults)
+        same(tmp_path / "killed", result(tmp_path / "alone"))

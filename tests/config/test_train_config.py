@@ -266,7 +266,7 @@ def test_a_key_like_no_other_gets_no_hint() -> None:
         ("lr=[1]", "lr=[1]: input should be a valid number"),
         ("watch=3", "watch=3: input should be a valid string"),
         ("watch_mode=best", "watch_mode='best': input should be 'min' or 'max'"),
-        ("device=tpu", "device='tpu': input should be 'auto', 'cpu' or 'cuda'"),
+        ("device=tpu", "device='tpu': input should be 'auto', 'cpu', 'cuda' or 'accelerator'"),
         ("optimizer.name=lion", "optimizer.name='lion': input should be 'sgd', 'adam' or 'adamw'"),
         ("optimizer.betas=[0.9]", "optimizer.betas.1="),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas.1=1.0: input should be less than 1"),

@@ -38,8 +38,8 @@ class Redundancy(ls.Task):
     def batch_loss(self, outputs: Any, batch: Any) -> ls.Loss:
         first, second = ((z - z.mean(0)) / (z.std(0) + 1e-3) for z in outputs)
         cross = first.T @ second / len(first) + 0.01 * torch.randn(8, 8).to(first.device)
-        apart = (cross - torch.eye(8, device=first.device)).square().sum()
-        loss = apart + 0.1 * batch[1].double().mean()
+        one = torch.eye(8, device=first.device)
+        loss = (cross - one).square().sum() + 0.1 * batch[1].double().mean()
         agree = F.cosine_similarity(first, second).sum()
         return ls.Loss.mean(loss.float(), len(first), {"agree": (agree.detach(), len(first))})
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from lockstep import TrainConfig
-from lockstep.errors import ConfigError, TaskError
+from lockstep.errors import ConfigError, EnvironError, TaskError
 from lockstep.launching.api import device as devices
 from lockstep.launching.api import on_device
 from lockstep.launching.rank.environment import Environment
+from lockstep.launching.rank.join import open_transport
 
 ALONE = Environment("python", 0, 1, 0, 1)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -105,6 +106,61 @@ def test_more_ranks_than_gpus_are_refused(gpu_alone: list[torch.device]) -> None
         pass
     with on_device(TrainConfig(device="auto"), second) as device:
         assert device.type == "cpu"
+
+
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040). Please update it"
+
+
+@pytest.mark.parametrize(
+    ("built", "error", "message"),
+    [
+        (None, None, r"device='cuda': torch \S+ is a build without CUDA: install one"),
+        (
+            "13.0",
+            TOO_OLD,
+            r"for CUDA 13.0 finds no GPU \(The NVIDIA .* too old .*\): install a bui",
+        ),
+        ("13.0", None, "finds no GPU: see nvidia-smi and CUDA_VISIBLE_DEVICES, or set device=cpu"),
+    ],
+)
+def test_why_there_is_no_gpu_is_said(
+    monkeypatch: pytest.MonkeyPatch, built: str | None, error: str | None, message: str
+) -> None:
+    def init() -> None:
+        if error:
+            raise RuntimeError(error)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.version, "cuda", built)
+    with pytest.raises(ConfigError, match=message), on_device(TrainConfig(device="cuda"), ALONE):
+        pass
+    with on_device(TrainConfig(device="auto"), ALONE) as device:
+        assert device.type == "cpu"
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_an_accelerator_that_torch_does_not_know_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    with (
+        pytest.raises(ConfigError, match="finds no accelerator: install the package that adds"),
+        on_device(TrainConfig(device="accelerator"), ALONE),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("cuda", "has no NCCL, by which"), ("xla", "has no backend for xla")]
+)
+def test_ranks_without_a_way_to_exchange_are_told(
+    monkeypatch: pytest.MonkeyPatch, kind: str, message: str
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    place = Environment("torchrun", 0, 2, 0, 2, "127.0.0.1", 29_500)
+    with pytest.raises(EnvironError, match=message):
+        open_transport(place, torch.device(kind, 0), 1.0)
 
 
 @needs_gpu

@@ -68,7 +68,7 @@ class ElasticSubgroup(Subgroup):
 
     def give_up(self) -> None:
         """See `Transport.give_up`; called by any thread."""
-        cut(self.name, self.group, self._connections)
+        cut(self.name, [self.group, self.back], self._connections)
 
     def close(self) -> None:
         """Release the process group, and wake threads that wait in it."""
@@ -79,24 +79,25 @@ class ElasticSubgroup(Subgroup):
 
     def _look(self) -> None:
         self._look_at_whole()
-        if self._connections.have_closed():
+        if self._connections.are_shut or self._connections.have_closed():
             raise RuntimeError("the group was given up")
 
     def _finish(self, work: Any, is_message: bool = False) -> None:
         self._wait(work, finish_message if is_message else finish, self._connections)
 
 
-def cut(backend: str, group: Any, connections: Connections) -> None:
-    """Make the transfers of a group fail, from any thread.
+def cut(backend: str, groups: Sequence[Any], connections: Connections) -> None:
+    """Make the transfers of groups fail, from any thread.
 
     Args:
         backend: name of torch's backend.
-        group: process group; None if it was released.
-        connections: connections of the group.
+        groups: process groups; None for one that was released.
+        connections: connections of the groups.
     """
     connections.shut_down()  # first: what was aborted ends as if all were well
-    if backend != "gloo" and group is not None:
-        group.abort()
+    for group in groups:
+        if backend != "gloo" and group is not None:
+            group.abort()
 
 
 _BUILD_S = 30.0
@@ -186,6 +187,8 @@ class ElasticTransport(GroupTransport):
         connections = Connections(self._address)
         group = self._connected(prefix, rank, size, connections, [])
         made = ElasticSubgroup(self, group, rank, size, calls, connections, self._wait)
+        if self.name != "gloo":
+            made.back = self._connected(f"{prefix}/back", rank, size, connections, [])
         self._subgroups.append(made)
         self._agree()
         return made
@@ -277,7 +280,7 @@ class ElasticTransport(GroupTransport):
 
     def _release(self) -> list[Any]:
         """Forget the present group and its subgroups: those that may be destroyed."""
-        groups = [self.group, *(part.group for part in self._subgroups)]
+        groups = [self.group, *(g for part in self._subgroups for g in (part.group, part.back))]
         self.group = None
         for started in list(self.under_way):
             started.end()
@@ -352,7 +355,7 @@ class ElasticTransport(GroupTransport):
 
     def _cut(self) -> None:
         """Make collectives of the present group fail, from another thread."""
-        cut(self.name, self.group, self._connections)
+        cut(self.name, [self.group], self._connections)
         for part in list(self._subgroups):
             part.give_up()
 
@@ -364,7 +367,7 @@ class ElasticTransport(GroupTransport):
             # `wait` returns at once; and what was aborted ends as if all were well.
             work.wait()
             torch.accelerator.current_stream(self.device).synchronize()
-            if self._supervision.is_lost() or own.have_closed():
+            if self._supervision.is_lost() or own.are_shut:
                 raise GenerationLost("a rank died")
             return
         try:

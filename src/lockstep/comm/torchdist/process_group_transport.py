@@ -48,11 +48,14 @@ class GroupTransport(AheadTransport):
 
     Attributes:
         group: process group of the present ranks.
+        back: the same for messages to lower ranks, where those of both directions would wait for
+            each other: NCCL does all messages of two ranks one after the other.
         device: device that tensors lie on.
     """
 
     failures = (RuntimeError,)
     group: Any
+    back: Any = None
     _num_started = 0
 
     def __init__(self, backend: str, device: torch.device | None) -> None:
@@ -161,7 +164,8 @@ class GroupTransport(AheadTransport):
     def send(self, tensor: Tensor, to: int) -> Sending:
         """See `Transport.send`."""
         self.traffic.add(tensor.numel() * tensor.itemsize, 0)
-        return Sending(self, self.group.send([tensor], to, 0), tensor)
+        group = self.back if self.back is not None and to < self.rank else self.group
+        return Sending(self, group.send([tensor], to, 0), tensor)
 
     @collective
     def finish_sending(self, handle: Any) -> None:
@@ -172,7 +176,8 @@ class GroupTransport(AheadTransport):
     def receive(self, tensor: Tensor, source: int) -> None:
         """See `Transport.receive`."""
         self.traffic.add(0, tensor.numel() * tensor.itemsize)
-        self._finish(self.group.recv([tensor], source, 0), is_message=True)
+        group = self.back if self.back is not None and source > self.rank else self.group
+        self._finish(group.recv([tensor], source, 0), is_message=True)
 
     def gather_host(self, own: Tensor, counts: Sequence[int]) -> Tensor:
         """See `Transport.gather_host`; staged where the backend moves device memory only."""
@@ -224,7 +229,7 @@ class Subgroup(GroupTransport):
 
     def close(self) -> None:
         """Release the process group."""
-        self.group = None
+        self.group = self.back = None
 
 
 class ProcessGroupTransport(GroupTransport):
@@ -315,7 +320,10 @@ class ProcessGroupTransport(GroupTransport):
         number = next(n for n, ranks in enumerate(groups) if self.rank in ranks)
         ranks = groups[number]
         calls = self.call_ring.subgroup(ranks)
-        return Subgroup(self, made[number], ranks.index(self.rank), len(ranks), calls)
+        own = Subgroup(self, made[number], ranks.index(self.rank), len(ranks), calls)
+        if self.name != "gloo":
+            own.back = [dist.new_group(list(ranks)) for ranks in groups][number]
+        return own
 
     def is_damaged(self) -> bool:
         """Always: these backends do not distinguish a lost rank from other errors."""

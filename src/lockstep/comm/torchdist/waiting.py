@@ -27,6 +27,9 @@ class Connections:
 
     Without /proc there are none.
 
+    Attributes:
+        are_shut: whether this process has shut them down.
+
     Args:
         host: address of this process's end of the connections; those of other addresses do not
             count.
@@ -36,11 +39,11 @@ class Connections:
         self._host = host
         self._before: set[tuple[int, int]] = set()
         self._own: set[tuple[int, int]] | None = set()
-        self._are_shut = False
+        self.are_shut = False
 
     def begin(self) -> None:
         """Count the connections that are opened from now on."""
-        self._before, self._own, self._are_shut = self._open(), None, False
+        self._before, self._own, self.are_shut = self._open(), None, False
 
     def end(self) -> None:
         """Count no connections that are opened from now on."""
@@ -48,14 +51,12 @@ class Connections:
 
     def have_closed(self) -> bool:
         """Whether some of them are there no longer; costs a system call for each of them."""
-        if self._are_shut:
-            return True
         own = self._own
         return own is not None and not all(_inode(fd) == inode for fd, inode in own)
 
     def shut_down(self) -> None:
         """Have both ends of the connections see them closed; threads that wait for data wake up."""
-        own, self._are_shut = self._own, True
+        own, self.are_shut = self._own, True
         for fd, inode in self._open() - self._before if own is None else own:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
                 # By now the descriptor may be that of another socket.
