@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.engine.tables.table import RowFold, RowSum, added, nothing, plan, total
 from lockstep.parallel.layout import ROWS, Range, RowLayout, Strided, split
-from lockstep.parallel.row_sums import RowFold, RowSum, added, nothing, plan, total
 
 DIM = 3
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.transport import Transport, offsets
-from lockstep.engine.tables.table import DistributedTable, Part, widths
+from lockstep.engine.tables.table import DistributedTable, Part, RowSum, widths
 from lockstep.nn.sparse_embedding import Fetched
 from lockstep.parallel.layout import ROWS, Node, RowLayout
-from lockstep.parallel.row_sums import RowSum
 
 _FAILED = -1
 """Sent instead of lengths by a rank that has failed."""

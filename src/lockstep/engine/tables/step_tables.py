@@ -21,9 +21,9 @@ from lockstep.engine.runtime import Raised, Runtime, everywhere, shared_error
 from lockstep.engine.tables import exchange as messages
 from lockstep.engine.tables.exchange import SomeRankFailed
 from lockstep.engine.tables.run_tables import TableStorage
+from lockstep.engine.tables.table import plan
 from lockstep.nn.sparse_embedding import Fetched, SparseEmbedding
 from lockstep.parallel.layout import Assigned
-from lockstep.parallel.row_sums import plan
 
 Wanted = Mapping[str, torch.Tensor]
 """Rows that a batch looks up in each table, by the table's name: ascending, each once."""
