@@ -35,7 +35,7 @@ from tests.conftest import result
 from tests.lab.agents import Agents, Etcd, sha_alone
 
 _FAULTS_A_RUN = 17
-_STEPS = 3000
+_STEPS = 900
 """More than a run makes while it is struck; the rest is done at full speed."""
 _TIMEOUT_S = 2.0
 _TIMEOUT_WITH_ETCD_S = 3.0
@@ -168,7 +168,7 @@ def one_run(
         try:
             yield from faults.strike_all(num_faults)
             faults.end()
-            codes = run.ended(120)
+            codes = run.ended(300)
             if any(codes):
                 yield f"codes {codes}"
             run.check_gone()
