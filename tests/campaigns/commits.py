@@ -61,21 +61,27 @@ def contradictions(rows: Sequence[dict[str, Any]]) -> list[str]:
     found = []
     digests: dict[int, int] = {}
     members: dict[tuple[int, int], list[int]] = {}
-    begun: dict[int, tuple[int, float]] = {}
+    starts: dict[str, int] = {}
     late: dict[tuple[int, int], set[int]] = defaultdict(set)
+    newest, since, session = (0, 0), 0.0, 0
     for row in rows:
-        session, generation, step = row["session"], row["generation"], row["step"]
-        where = f"step {step} of generation {generation} on {row['process']}"
+        generation, step, process = row["generation"], row["step"], row["process"]
+        if process not in starts:
+            # Generations are counted from 1 again where all have ended, and have started again.
+            is_start = generation == 1 and (newest[1] > 1 or row["session"] > session)
+            starts[process] = newest[0] + is_start
+            session = row["session"]
+        number = starts[process], generation
+        where = f"step {step} of generation {generation} on {process}"
         if digests.setdefault(step, row["digest"]) != row["digest"]:
             found.append(f"{where}: other bits")
-        if members.setdefault((session, generation), row["members"]) != row["members"]:
+        if members.setdefault(number, row["members"]) != row["members"]:
             found.append(f"{where}: two groups of this number")
-        newest, since = begun.get(session, (0, 0.0))
-        if generation > newest:
-            begun[session] = generation, row["at"]
-        elif generation < newest:
-            late[session, generation].add(step)
-            if len(late[session, generation]) > 1:
+        if number > newest:
+            newest, since = number, row["at"]
+        elif number < newest:
+            late[number].add(step)
+            if len(late[number]) > 1:
                 found.append(f"{where}: {row['at'] - since:.3f} s after the next one began")
     return found
 

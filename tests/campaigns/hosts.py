@@ -97,7 +97,8 @@ class LabFaults(Faults):
         self.kinds |= {
             "cable": Kind(4, self._pull, cuts=True),
             "disk": Kind(1, partial(self._fill, "disk{}"), loses=False),
-            "share": Kind(1, partial(self._fill, "share"), loses=False),
+            # Events that wait for room are gone with the process that has them.
+            "share": Kind(1, partial(self._fill, "share"), loses=False, holds=True),
         }
         if has_netem() or shutil.which("nft"):
             self.kinds["loss"] = Kind(2, self._lose, cuts=True)

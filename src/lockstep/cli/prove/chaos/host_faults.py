@@ -41,6 +41,7 @@ class Kind:
         cuts: whether the host goes on by itself; as the coordinator's, the others go on with it.
         ends: whether the run ends everywhere if the host is the coordinator's, without etcd.
         only: whether it strikes the coordinator's host.
+        holds: whether no host may be lost meanwhile.
     """
 
     weight: int
@@ -50,6 +51,7 @@ class Kind:
     cuts: bool = False
     ends: bool = False
     only: bool = False
+    holds: bool = False
 
 
 @dataclass
@@ -81,6 +83,7 @@ class _Lasting:
     until: float
     undo: Undo
     is_lost: bool = True
+    holds: bool = False
 
 
 @dataclass
@@ -158,7 +161,7 @@ class Faults:
             struck.lasted_s = seconds * self.hosts.timeout_s
             self._alone = leads and kind.cuts and not self.hosts.has_election
             until = time.monotonic() + struck.lasted_s
-            self._lasting.append(_Lasting(host, until, undo, kind.loses))
+            self._lasting.append(_Lasting(host, until, undo, kind.loses, kind.holds))
         until = time.monotonic() + gap_s
         self._wait(lambda: time.monotonic() > until)
         if not overlaps or self._alone or struck.has_ended:
@@ -187,6 +190,8 @@ class Faults:
         leader = self.hosts.coordinator()
         if not kind.loses:
             return free
+        if any(lasting.holds for lasting in self._lasting):
+            return []
         # Most of etcd's servers have to stay; and who starts all again has to be free to.
         if busy and ((kind.lasts and self.hosts.has_election) or kind.only):
             return []
