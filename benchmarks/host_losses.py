@@ -70,7 +70,8 @@ def agents(loss: str, patience_s: float) -> list[float]:
 def torchft(loss: str, patience_s: float) -> list[float]:
     """The same of replicas of torchft, whose lighthouse is on the first host."""
     lighthouse = [
-        "torchft_lighthouse", "--bind", f"0.0.0.0:{_PORT}", "--min_replicas", "1",
+        str(Path(sys.executable).with_name("torchft_lighthouse")), "--bind", f"0.0.0.0:{_PORT}",
+        "--min_replicas", "1",
         "--join_timeout_ms", f"{1e3 * patience_s:.0f}",
     ]  # fmt: skip
     with Lab(HOSTS) as lab, contextlib.ExitStack() as ends, tempfile.TemporaryDirectory() as folder:
@@ -100,11 +101,9 @@ def torchft(loss: str, patience_s: float) -> list[float]:
         _wait(lambda: sum(row["of"] == HOSTS for row in steps()) > _STEPS_BEFORE, str)
         struck_at = time.time()
         _strike(lab, loss, [loops[_VICTIM].pid])
-        after = HOSTS - 1, struck_at
         _wait(
             lambda: (
-                sum((row["of"], row["time"]) > after for row in steps() if row["of"] < HOSTS)
-                > _STEPS_AFTER
+                sum(row["time"] > struck_at and row["of"] < HOSTS for row in steps()) > _STEPS_AFTER
             ),
             str,
         )

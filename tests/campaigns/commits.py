@@ -68,7 +68,7 @@ def contradictions(rows: Sequence[dict[str, Any]]) -> list[str]:
         generation, step, process = row["generation"], row["step"], row["process"]
         if process not in starts:
             # Generations are counted from 1 again where all have ended, and have started again.
-            is_start = generation == 1 and (newest[1] > 1 or row["session"] > session)
+            is_start = generation < newest[1] or row["session"] > session
             starts[process] = newest[0] + is_start
             session = row["session"]
         number = starts[process], generation
