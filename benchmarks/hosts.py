@@ -1,7 +1,8 @@
-"""Sums of gradients over 4 hosts of 2 ranks, flat and host by host: bytes between hosts and times.
+"""Sums of gradients over 4 hosts of 2 ranks, flat and host by host; losses of processes and hosts.
 
 Writes `docs/benchmarks/hosts.md` and `hosts.json`; as root, for it makes network namespaces.
-`--quick` sees that everything runs, and prints instead.
+`--quick` sees that everything runs, and prints instead; `--lost` measures losses of hosts only, and
+leaves the rest of the page.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from host_losses import lost
 from lab.network import Lab
 from lab.ranks import start_ranks
 from page import Section, command, duration, page, ratio, write
@@ -28,6 +30,7 @@ MICROBATCHES = (8, 20)
 _ITEM_BYTES = 4
 """Gradients are float32."""
 _TIMEOUT_S = 900.0
+_ROUNDS = 3
 Launcher = Literal["mpi", "torchrun"]
 _LAUNCHERS: tuple[Launcher, ...] = ("mpi", "torchrun")
 
@@ -35,15 +38,34 @@ _LAUNCHERS: tuple[Launcher, ...] = ("mpi", "torchrun")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="just see that everything runs")
+    parser.add_argument("--lost", action="store_true", help="measure the losses only")
     args = parser.parse_args()
     facts = machine(("torch", "mpi4py")) | {"command": command("hosts")}
+    losses = lost(1 if args.quick else _ROUNDS, f"Measured {facts['date']}, in turn.")
+    if args.lost:
+        print(losses.markdown())
+        if not args.quick:
+            _replace(losses)
+        return
     shapes = ("lan",) if args.quick else SHAPES
     sections = [section_of(launcher, shapes, args.quick) for launcher in _LAUNCHERS]
+    sections.append(losses)
     text = page("Hosts of several ranks", facts, sections, _METHOD)
     if args.quick:
         print(text)
         return
     write(DOCS, "hosts", text, facts, sections)
+
+
+def _replace(losses: Section) -> None:
+    """Write the section of losses into the page that is there."""
+    text, numbers = DOCS / "hosts.md", DOCS / "hosts.json"
+    rest, _, _ = text.read_text(encoding="utf-8").partition(f"## {losses.title}")
+    text.write_text(f"{rest.rstrip()}\n\n{losses.markdown()}", encoding="utf-8")
+    raw = json.loads(numbers.read_text(encoding="utf-8"))
+    kept = [section for section in raw["sections"] if section["title"] != losses.title]
+    raw["sections"] = [*kept, {"title": losses.title, "raw": losses.raw}]
+    numbers.write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
 
 
 def section_of(launcher: Launcher, shapes: Sequence[str], quick: bool) -> Section:

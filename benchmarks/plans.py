@@ -21,7 +21,7 @@ from pathlib import Path
 from lab.network import Lab
 from lab.ranks import start_ranks
 from lockstep.observe import read_events
-from lockstep.planning.network import Network
+from lockstep.planning.measurements import Network
 from lockstep.planning.operations import size_text
 from lockstep.planning.plan import Plan, make_plan, read_plan
 from lockstep.planning.prediction import Layout, Prediction, predict

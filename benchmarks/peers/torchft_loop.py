@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--lighthouse", required=True)
     parser.add_argument("--steps", type=int, required=True, help="once all replicas take part")
     parser.add_argument("--kill-at", type=int, default=-1, help="SIGKILL itself after this one")
+    parser.add_argument("--host", default="127.0.0.1", help="address of this host")
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -44,7 +45,7 @@ def main() -> None:
         model.load_state_dict(values["model"])
         optimizer.load_state_dict(values["optimizer"])
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore(args.host, 0, is_master=True, wait_for_workers=False)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
         load_state_dict=load,
@@ -52,11 +53,11 @@ def main() -> None:
         min_replica_size=1,
         rank=0,
         world_size=1,
-        store_addr="127.0.0.1",
+        store_addr=args.host,
         store_port=store.port,
         lighthouse_addr=args.lighthouse,
         replica_id=f"replica{args.replica}",
-        hostname="127.0.0.1",
+        hostname=args.host,
         timeout=timedelta(seconds=20),
     )
     parallel = DistributedDataParallel(manager, model)
@@ -74,6 +75,7 @@ def main() -> None:
         stepper.step()
         if manager.current_step() > step:
             told = {"step": manager.current_step(), "time": time.time()}
+            told["of"] = manager.num_participants()
             print(json.dumps(told), flush=True)
             # Replicas start at different times, and do not wait for each other.
             done += done > 0 or manager.num_participants() == args.replicas

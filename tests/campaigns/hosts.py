@@ -1,141 +1,248 @@
 """`python -m tests.campaigns.hosts`: random faults on hosts of `lockstep agent`, as root.
 
-The hosts are network namespaces. Ranks, agents and whole hosts are killed and come back, agents are
-stopped for a while, and cables are pulled and put back, one after the other and at the same time.
-The run ends with the SHA-256 of a run on one process, with each step committed once and no process
-left behind.
+The hosts are network namespaces. Ranks, agents, coordinators, stores, servers of etcd and whole
+hosts are killed and come back, hosts are stopped, cables are pulled, a third of the packets is
+lost, disks are full and clocks jump by an hour, one after the other and at the same time. Each
+run ends with the SHA-256 of a run on one process, with each step committed once, no process left
+behind, and what all ranks have written down shows that never two sides went on.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import random
+import shutil
 import signal
+import struct
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.lab import Lab
+from benchmarks.lab.tools import has_netem
 
+from lockstep.cli.prove.chaos.host_faults import Faults, Kind, Struck, Undo
+from lockstep.errors import LockstepError
+from tests.campaigns.commits import NOTED, commits, contradictions, missing
 from tests.conftest import result
-from tests.lab.agents import TIMEOUT_S, Agents, sha_alone
+from tests.lab.agents import Agents, Etcd, sha_alone
 
-_MOST_DOWN = 2.5 * TIMEOUT_S
-
-
-class Faults:
-    """Draws faults and makes them; the coordinator's host keeps its agent and its cable."""
-
-    def __init__(self, run: Any, source: random.Random) -> None:
-        self._run, self._source = run, source
-        self._again: list[tuple[float, int, Callable[[], None]]] = []
-
-    def strike(self) -> str:
-        """Make a fault, on a host that has none at the moment; its name."""
-        busy = {host for _, host, _ in self._again}
-        others = [host for host in range(1, self._run.lab.num_hosts) if host not in busy]
-        kind = self._source.choice(["rank", "rank", "host", "agent", "cable", "pause"])
-        if kind == "rank" or not others:
-            # Somebody has to stay who has the state.
-            host = self._source.choice([*others, *([] if busy else [0])] or [0])
-            self._run.kill(host, only_ranks=True)
-            return f"rank of h{host}"
-        host = self._source.choice(others)
-        down_s = self._source.uniform(0.1, _MOST_DOWN)
-        if kind == "host":
-            self._run.kill(host)
-            self._later(down_s, host, lambda: self._run.start(host))
-        elif kind == "agent":
-            self._run.processes[host].kill()
-            self._run.processes[host].wait()
-            self._later(down_s, host, lambda: self._run.start(host))
-        elif kind == "cable":
-            self._run.cable(host, "down")
-            self._later(down_s, host, lambda: self._run.cable(host, "up"))
-        else:
-            self._run.processes[host].send_signal(signal.SIGSTOP)
-            self._later(down_s, host, lambda: self._run.processes[host].send_signal(signal.SIGCONT))
-        return f"{kind} h{host} for {down_s:.1f} s"
-
-    def are_mended(self) -> bool:
-        """Whether all have joined again that could."""
-        self.mend()
-        busy = len({host for _, host, _ in self._again})
-        sizes = self._run.sizes() or [self._run.lab.num_hosts]
-        return bool(sizes[-1] >= self._run.lab.num_hosts - busy)
-
-    def mend(self, all_of_them: bool = False) -> None:
-        """Undo what is due."""
-        for entry in sorted(self._again, key=lambda entry: entry[0]):
-            at, _, undo = entry
-            if all_of_them:
-                time.sleep(max(0.0, at - time.monotonic()))
-            if at <= time.monotonic():
-                self._again.remove(entry)
-                with contextlib.suppress(ProcessLookupError):
-                    undo()
-
-    def _later(self, seconds: float, host: int, undo: Callable[[], None]) -> None:
-        self._again.append((time.monotonic() + seconds, host, undo))
+_FAULTS_A_RUN = 17
+_STEPS = 900
+"""More than a run makes while it is struck; the rest is done at full speed."""
+_TIMEOUT_S = 2.0
+_TIMEOUT_WITH_ETCD_S = 3.0
+_WAIT_S = 30.0
+_HOUR_S = 3600
+_CLOCK = Path(__file__).parents[1] / "lab" / "clock.c"
+COMPILER = shutil.which("cc")
+_LOSE = (
+    "add table ip lab; add chain ip lab in { type filter hook input priority 0; }; "
+    "add rule ip lab in meta iifname eth0 numgen random mod 100 < 30 drop"
+)
 
 
-def end_all(run: Any) -> list[int]:
-    """End what is left of a run's processes; which there were."""
-    left = [pid for host in range(run.lab.num_hosts) for pid in run.on_host(host)]
-    for pid in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    return left
+class Machines(Agents):
+    """Hosts with clocks and small disks of their own; they share that of the run directory."""
+
+    def __init__(self, lab: Lab, folder: Path, *options: str, **more: Any) -> None:
+        super().__init__(lab, folder, *options, task=NOTED, run_dir="share/run", **more)
+        self._sessions = 0
+        (folder / "commits").mkdir()
+        for name in ("share", *(f"disk{host}" for host in range(lab.num_hosts))):
+            (folder / name).mkdir()
+            argv = ["mount", "-t", "tmpfs", "-o", "size=32m", "lab", folder / name]
+            subprocess.run(argv, check=True)
+        for host in range(lab.num_hosts):
+            self.set_clock(host, 0)
+        self._library = folder / "clock.so"
+        if COMPILER:
+            argv = [COMPILER, "-shared", "-fPIC", "-o", self._library, _CLOCK]
+            subprocess.run(argv, check=True)
+
+    def set_clock(self, host: int, seconds: int) -> None:
+        """Have the clock of a host go wrong by so much."""
+        with (self.folder / f"clock{host}").open("r+b" if self.agents else "wb") as file:
+            file.write(struct.pack("q", seconds))
+
+    def environment(self, host: int) -> dict[str, str]:
+        own = {"TMPDIR": str(self.folder / f"disk{host}"), "SESSION": str(self._sessions)}
+        if COMPILER:
+            own |= {"LD_PRELOAD": str(self._library), "CLOCK": str(self.folder / f"clock{host}")}
+        return super().environment(host) | own
+
+    def resume(self) -> None:
+        self._sessions += 1
+        super().resume()
+
+    def close(self) -> None:
+        self.kill_all()
+        for name in ("share", *(f"disk{host}" for host in range(self.num_hosts))):
+            subprocess.run(["umount", "-l", self.folder / name], check=True)
+
+
+class LabFaults(Faults):
+    """The faults that need no root, and those that do."""
+
+    def __init__(self, run: Machines, source: random.Random, etcd: Etcd | None) -> None:
+        super().__init__(run, source)
+        self._run, self._etcd = run, etcd
+        self.kinds |= {
+            "cable": Kind(4, self._pull, cuts=True),
+            "disk": Kind(1, partial(self._fill, "disk{}"), loses=False),
+            # Events that wait for room are gone with the process that has them.
+            "share": Kind(1, partial(self._fill, "share"), loses=False, holds=True),
+        }
+        if has_netem() or shutil.which("nft"):
+            self.kinds["loss"] = Kind(2, self._lose, cuts=True)
+        if COMPILER:
+            self.kinds["clock"] = Kind(2, self._set_clock, lasts=False, loses=False)
+        if etcd is not None:
+            del self.kinds["store"]
+            self.kinds["etcd"] = Kind(3, self._kill_etcd)
+
+    def _pull(self, host: int) -> Undo:
+        self._run.cable(host, "down")
+        return lambda: self._run.cable(host, "up")
+
+    def _lose(self, host: int) -> Undo:
+        if has_netem():
+            change = ["tc", "qdisc", "replace", "dev", "eth0", "root"]
+            self._run.inside(host, *change, "netem", "loss", "30%")
+            return lambda: self._run.inside(host, "tc", "qdisc", "del", "dev", "eth0", "root")
+        self._run.inside(host, "nft", _LOSE)
+        return lambda: self._run.inside(host, "nft", "delete table ip lab")
+
+    def _fill(self, name: str, host: int) -> Undo:
+        balloon = self._run.folder / name.format(host) / "balloon"
+        with contextlib.suppress(OSError), balloon.open("wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        return lambda: balloon.unlink(missing_ok=True)
+
+    def _set_clock(self, host: int) -> None:
+        self._run.set_clock(host, self.source.choice([-_HOUR_S, _HOUR_S]))
+
+    def _kill_host(self, host: int) -> Undo:
+        again = super()._kill_host(host)
+        return again if self._etcd is None else self._with_etcd(host, again)
+
+    def _kill_etcd(self, host: int) -> Undo:
+        return self._with_etcd(host, lambda: None)
+
+    def _with_etcd(self, host: int, again: Undo) -> Undo:
+        etcd = self._etcd
+        assert etcd is not None
+        etcd.kill(host)
+
+        def start() -> None:
+            etcd.start(host)
+            again()
+
+        return start
+
+
+def one_run(
+    root: Path, sha: str, has_etcd: bool, num_faults: int, source: random.Random, num_hosts: int
+) -> Iterator[Struck | str]:
+    """Strike one run: each fault, and at the end what has gone wrong."""
+    with Lab(num_hosts) as lab, contextlib.ExitStack() as stack:
+        etcd = stack.enter_context(Etcd(lab, root)) if has_etcd else None
+        more = {} if etcd is None else {"rendezvous": etcd.rendezvous}
+        timeout_s = _TIMEOUT_S if etcd is None else _TIMEOUT_WITH_ETCD_S
+        options = ("--replace", str(10 * num_faults), "--wait", f"{_WAIT_S:g}")
+        train = (f"steps={_STEPS}", "checkpoint.every=50", "--resume")
+        run = Machines(
+            lab, root / "hosts", *options, train=train, timeout_s=timeout_s, **more
+        )  # fmt: skip
+        stack.callback(run.close)
+        faults = LabFaults(run, source, etcd)
+        for host in range(num_hosts):
+            run.start(host)
+        try:
+            yield from faults.strike_all(num_faults)
+            faults.end()
+            codes = run.ended(300)
+            if any(codes):
+                yield f"codes {codes}"
+            run.check_gone()
+        except LockstepError as error:
+            yield str(error)
+            shutil.copytree(run.run_dir, root / "run")
+            return
+        finally:
+            faults.undo_all()
+        if (run.run_dir / "result.json").exists():
+            digest = result(run.run_dir).get("params_sha256")
+            if digest != sha:
+                yield f"{digest} instead of {sha}"
+        yield from missing(run.all_rows(), _STEPS)
+        yield from contradictions(commits(run.folder / "commits"))
+
+
+def summary(found: dict[str, list[Struck]]) -> str:
+    """A table: what each kind of fault has cost."""
+    lines = [f"{'fault':12} {'number':>6} {'runs ended':>10} {'pause':>8} {'longest':>8}"]
+    for kind, all_struck in sorted(found.items()):
+        pauses = sorted(struck.pause_s for struck in all_struck)
+        ended = sum(struck.has_ended for struck in all_struck)
+        median = pauses[len(pauses) // 2]
+        lines.append(f"{kind:12} {len(pauses):6} {ended:10} {median:6.1f} s {pauses[-1]:6.1f} s")
+    return "\n".join(lines)
 
 
 def main() -> int:
-    """Strike one run; 1 if anything went wrong."""
-    parser = argparse.ArgumentParser(prog="tests.campaigns.hosts")
+    """Strike runs until there were enough faults; 1 if anything went wrong."""
+    parser = argparse.ArgumentParser(prog="tests.campaigns.hosts", description=__doc__)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--hosts", type=int, default=3)
     parser.add_argument("--faults", type=int, default=30)
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which removes hosts and disks
     source = random.Random(arguments.seed)
-    steps = f"steps={arguments.faults * 200}"
-    root = Path(tempfile.mkdtemp(prefix="lockstep-hosts-"))
-    print(f"seed {arguments.seed}; {root}", flush=True)
-    sha = sha_alone(root, steps)
-    with Lab(arguments.hosts) as lab, contextlib.ExitStack() as stack:
-        options = ("--replace", str(10 * arguments.faults))
-        run = Agents(lab, root / "on hosts", *options, train=(steps, "checkpoint.every=50"))
-        faults = Faults(run, source)
-        stack.callback(end_all, run)
-        for host in range(arguments.hosts):
-            run.start(host)
-        run.wait_for(lambda: run.step() >= 3, 60)
-        for number in range(arguments.faults):
-            run.wait_for(faults.are_mended, 60)
-            print(f"{number:3} step {run.step():5}: {faults.strike()}", flush=True)
-            until = time.monotonic() + source.uniform(0.2, 3.0)
-            while time.monotonic() < until:
-                faults.mend()
-                time.sleep(0.02)
-            if run.processes[0].poll() is not None:
-                break
-        faults.mend(all_of_them=True)
-        codes = run.codes(600)
-        left = end_all(run)
-    done = [row["step"] for row in run.rows("StepDone")]
-    same = sha == result(run.folder / "run").get("params_sha256")
-    once = done == sorted(set(done))
-    wrong = codes != [0] * arguments.hosts or left or not same or not once
+    found: dict[str, list[Struck]] = defaultdict(list)
+    wrong: list[str] = []
+    done = number = 0
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="lockstep-alone-") as alone:
+        sha = sha_alone(Path(alone), f"steps={_STEPS}")
+    while done < arguments.faults and not wrong:
+        root = Path(tempfile.mkdtemp(prefix="lockstep-hosts-"))
+        has_etcd = number % 2 == 1 and shutil.which("etcd") is not None
+        where = "with etcd" if has_etcd else "without etcd"
+        print(f"seed {arguments.seed}, run {number} {where}: {root}", flush=True)
+        most = min(_FAULTS_A_RUN, arguments.faults - done)
+        for struck in one_run(root, sha, has_etcd, most, source, arguments.hosts):
+            if isinstance(struck, str):
+                wrong.append(struck)
+                print(f"WRONG: {struck}", flush=True)
+                continue
+            done += 1
+            found[struck.kind].append(struck)
+            print(
+                f"{time.monotonic() - began:5.0f} s: {done:4} step {struck.step:5} {struck.kind:12}"
+                f" h{struck.host} "
+                f"{struck.lasted_s:5.1f} s, pause {struck.pause_s:5.1f} s"
+                f"{', started again' * struck.has_ended}",
+                flush=True,
+            )
+        number += 1
+        if not wrong:
+            shutil.rmtree(root)
+    print(summary(found))
     print(
-        f"seed {arguments.seed}: codes {codes}, {len(run.rows('Recovered'))} recoveries, "
-        f"{'the same' if same else 'another'} SHA-256, each step {'once' if once else 'not once'}, "
-        f"{len(left)} processes left; {root}"
+        f"seed {arguments.seed}: {done} faults in {number} runs, {len(wrong)} things wrong; each "
+        "run with one SHA-256, each step once, at most one side of a partition ever committing"
+        if not wrong
+        else f"seed {arguments.seed}: {len(wrong)} things wrong after {done} faults; see {root}"
     )
-    if wrong:
-        print(run.said(), file=sys.stderr)
     return 1 if wrong else 0
 
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.campaigns.blows import draw as draw_kills
+from tests.campaigns.commits import contradictions, missing
 from tests.campaigns.poisons import draw as draw_surroundings
 from tests.conftest import run
 
@@ -31,6 +32,46 @@ def test_a_few_surroundings_are_survived_or_refused():
     ended = campaign("surroundings", "--count", "6")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert re.search(r"6 surroundings: .* 0 wrong", ended.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(os.getuid() != 0, reason="needs namespaces")
+def test_a_few_faults_of_hosts_change_nothing():
+    ended = campaign("hosts", "--faults", "6")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "6 faults in 1 runs, 0 things wrong" in ended.stdout.splitlines()[-1]
+
+
+def noted(*steps):
+    """Commits of steps, each by a process in a generation, with the members of this."""
+    return [
+        {"session": 0, "process": process, "generation": generation, "members": members,
+         "step": step, "digest": step, "at": float(at)}
+        for at, (process, generation, members, step) in enumerate(steps)
+    ]  # fmt: skip
+
+
+def test_two_sides_that_go_on_are_found_and_the_end_of_one_step_is_not():
+    both, one = [0, 1], [1]
+    before = [("a", 1, both, 1), ("b", 1, both, 1), ("b", 2, one, 2)]
+    assert contradictions(noted(*before, ("b", 2, one, 3))) == []
+    assert contradictions(noted(*before, ("a", 1, both, 2))) == []
+    found = contradictions(noted(*before, ("a", 1, both, 2), ("a", 1, both, 3)))
+    assert found == ["step 3 of generation 1 on a: 2.000 s after the next one began"]
+    assert "two groups" in contradictions(noted(*before, ("a", 2, [0], 2)))[0]
+    rows = noted(*before, ("a", 1, both, 2))
+    rows[-1]["digest"] = 0
+    assert "other bits" in contradictions(rows)[0]
+
+
+def test_steps_that_are_missing_or_twice_are_found_and_those_after_a_resume_are_not():
+    def rows(*steps):
+        return [{"event": "StepDone", "step": step} for step in steps]
+
+    resumed = {"event": "Resumed", "step": 2}
+    assert missing([*rows(1, 2, 3), resumed, *rows(3, 4)], 4) == []
+    assert missing(rows(1, 3, 3), 3) == ["step 2: 0 events", "step 3: 2 events"]
 
 
 def test_a_run_of_a_campaign_follows_from_seed_and_number():

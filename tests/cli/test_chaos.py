@@ -39,12 +39,14 @@ from lockstep.cli.prove.chaos.verdict import (
     started_again,
     verdict,
 )
+from lockstep.cli.start import init
 from lockstep.engine.faults import (
     FAULTS,
     MOMENTS,
     PRINTED,
     FaultsInside,
     InjectedError,
+    Pace,
     PlannedFault,
     injector,
     logged,
@@ -55,6 +57,7 @@ from lockstep.errors import ConfigError, LaunchError
 from lockstep.launching import start as launching
 from lockstep.launching.job.ending import Ended
 from lockstep.nn import Pipeline
+from lockstep.observe import read_events
 from lockstep.parallel.mesh import Mesh, rearranged
 
 DEADLY = ("kill", "stop", "edit", "start")
@@ -377,6 +380,8 @@ def test_times_of_a_killed_rank():
         (("--faults", "0"), "--faults 0: must be at least 1"),
         (("stepz=3",), "unknown key 'stepz'"),
         (("--launcher", "torchrun"), "--launcher torchrun: must be one of mpi, local"),
+        (("--hosts", "1"), "--hosts 1: must be at least 2"),
+        (("--hosts", "2", "--launcher", "mpi"), "--launcher mpi: leave it out"),
     ],
 )
 def test_bad_arguments(here, arguments, message):
@@ -448,3 +453,40 @@ def test_starts_readers_and_directories_do_not_change_the_result(lockstep, launc
     for what, victim in (("start", r"slot \d"), ("reader", "reader"), ("directory", "run dir")):
         assert re.search(rf"\b{what}\b.*{victim}", done.stdout)
     assert "without and with faults" in done.stdout
+
+
+def test_a_pace_has_all_ranks_sleep_once_in_a_step_while_its_file_is_there(tmp_path):
+    file = tmp_path / "paced"
+    env = to_env([], pace=Pace(0.02, str(file)))
+    slept = []
+    for slot in range(2):
+        at = injector(env, slot)
+        for step in range(6):
+            if step == 4:
+                file.unlink(missing_ok=True)
+            elif step == 1:
+                file.touch()
+            for moment in 2 * MOMENTS:
+                began = time.monotonic()
+                at(moment, step)
+                if time.monotonic() - began > 0.019:
+                    slept.append((slot, step, moment))
+    mine, others = ([row[1:] for row in slept if row[0] == slot] for slot in range(2))
+    assert mine == others
+    assert [step for step, _ in mine] == [1, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("target", ["digits", Path(init.__file__).with_name("template.py")])
+def test_hosts_that_are_struck_change_nothing(lockstep, tmp_path, target):
+    done = lockstep(
+        "chaos", target, "--hosts", 3, "--faults", 4, "--seed", 3, "--replace", 4,
+        "--keep", tmp_path / "kept", "steps=60", timeout=360,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "faults: 4 of 4 struck" in done.stdout
+    assert "each of 60 was committed once" in done.stdout
+    assert "without and with faults" in done.stdout
+    rows = read_events(tmp_path / "kept" / "chaos" / "events.jsonl")
+    assert any(row["event"] in ("Recovered", "Resumed") for row in rows)

@@ -1,17 +1,14 @@
 """Agents on the hosts of a lab, and what can go wrong there."""
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from tests.conftest import environment, result
 
-from lockstep.launching.host.processes import children, is_alive, variable
-from lockstep.observe import read_events
+from lockstep.cli.prove.chaos.hosts import Hosts
 
 TASK = """
 import time
@@ -41,62 +38,37 @@ TIMEOUT_S = 2.0
 PORT = 29500
 
 
-class Agents:
+class Agents(Hosts):
     """Agents on the hosts of a lab, of one run."""
 
-    def __init__(self, lab, folder, *options, train=(), rendezvous=f"h0:{PORT}"):
-        self.lab, self.folder = lab, folder
+    def __init__(
+        self, lab, folder, *options, train=(), rendezvous=f"h0:{PORT}", timeout_s=TIMEOUT_S,
+        task=TASK, run_dir="run",
+    ):  # fmt: skip
+        self.lab = lab
         folder.mkdir(exist_ok=True)
-        (folder / "slow.py").write_text(TASK)
+        (folder / "slow.py").write_text(task)
         (folder / "slowly").touch()
-        self.options = [
-            "--rendezvous", rendezvous, "--hosts", str(lab.num_hosts), "-n", "1",
-            "--host-timeout", str(TIMEOUT_S), *options, "--", "train", "slow.py:Slow", *train,
-            "--run-dir", "run",
-        ]  # fmt: skip
-        self.processes = {}
+        super().__init__(
+            folder, lab.num_hosts, 1, timeout_s, ["--rendezvous", rendezvous, *options],
+            ["train", "slow.py:Slow", *train, "--run-dir", run_dir], folder / run_dir,
+            folder / "log", environment(cold=True),
+        )  # fmt: skip
 
-    def start(self, host, *more):
-        argv = [sys.executable, "-m", "lockstep", "agent", *more, *self.options]
-        with (self.folder / "log").open("ab") as log:
-            self.processes[host] = subprocess.Popen(
-                self.lab.command(host, argv), cwd=self.folder, env=environment(cold=True),
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            )  # fmt: skip
+    def on(self, host, argv):
+        return self.lab.command(host, argv)
 
-    def coordinator(self):
-        """The host of the coordinator: the store is a child of its agent."""
-        pids = {host: process.pid for host, process in self.processes.items()}
-        lines = {
-            host: [Path(f"/proc/{child}/cmdline").read_bytes() for child in children(pid)]
-            for host, pid in pids.items()
-        }
-        return next(host for host, found in lines.items() if b"hosted_store" in b"".join(found))
+    def kill_ranks(self, host):
+        for pid in self.ranks(host):
+            os.kill(pid, signal.SIGKILL)
 
-    def on_host(self, host):
-        argv = ["ip", "netns", "pids", f"{self.lab.name}-h{host}"]
-        done = subprocess.run(argv, capture_output=True, text=True, check=True)
-        return [int(pid) for pid in done.stdout.split() if is_alive(int(pid))]
-
-    def kill(self, host, only_ranks=False):
-        for pid in self.on_host(host):
-            is_rank = variable(pid, "LOCKSTEP_LOCAL_RANK")
-            if is_rank or not only_ranks:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        if not only_ranks:
-            self.processes.pop(host).wait()
+    def inside(self, host, *argv):
+        """Run a program in the network of a host."""
+        command = ["ip", "netns", "exec", f"{self.lab.name}-h{host}", *argv]
+        subprocess.run(command, check=True, capture_output=True)
 
     def cable(self, host, state):
-        inside = ["ip", "netns", "exec", f"{self.lab.name}-h{host}", "ip", "link", "set", "eth0"]
-        subprocess.run([*inside, state], check=True)
-
-    def rows(self, kind):
-        path = self.folder / "run" / "events.jsonl"
-        return [row for row in read_events(path) if row["event"] == kind] if path.exists() else []
-
-    def step(self):
-        return max((row["step"] for row in self.rows("StepDone")), default=0)
+        self.inside(host, "ip", "link", "set", "eth0", state)
 
     def wait_for(self, is_done, seconds=40.0):
         began = time.monotonic()
@@ -112,38 +84,46 @@ class Agents:
         self.wait_for(lambda: self.step() >= step + num_steps)
         return seconds
 
-    def sizes(self):
-        """The numbers of ranks that the run has had."""
-        return [row["world_size"] for row in self.rows("Recovered")]
-
-    def codes(self, seconds=60.0):
+    def ended(self, timeout_s=60.0):
         """The exit codes of the agents, host by host, once the run has gone on at full speed."""
         (self.folder / "slowly").unlink(missing_ok=True)
-        return [self.processes[host].wait(seconds) for host in sorted(self.processes)]
-
-    def said(self):
-        return (self.folder / "log").read_text(errors="replace")[-6000:]
+        return self.codes(timeout_s)
 
 
-@contextlib.contextmanager
-def etcd(lab, folder):
-    """A server of etcd on each host of a lab; yields where agents meet by them."""
-    hosts, servers = range(lab.num_hosts), []
-    for host in hosts:
-        client, peer = (f"http://{lab.address(host)}:{port}" for port in (2379, 2380))
-        argv = ["etcd", "--name", f"h{host}", "--data-dir", str(folder / f"etcd{host}")]
+class Etcd:
+    """A server of etcd on each host of a lab, while the context lasts."""
+
+    def __init__(self, lab, folder):
+        self._lab, self._folder = lab, folder
+        self._servers = {}
+
+    def __enter__(self):
+        for host in range(self._lab.num_hosts):
+            self.start(host)
+        return self
+
+    def __exit__(self, *_):
+        for host in self._servers:
+            self.kill(host)
+
+    @property
+    def rendezvous(self):
+        return "etcd://" + ",".join(f"h{host}:2379" for host in range(self._lab.num_hosts)) + "/run"
+
+    def start(self, host):
+        client, peer = (f"http://{self._lab.address(host)}:{port}" for port in (2379, 2380))
+        argv = ["etcd", "--name", f"h{host}", "--data-dir", str(self._folder / f"etcd{host}")]
         argv += ["--listen-client-urls", client, "--advertise-client-urls", client]
         argv += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
-        peers = ",".join(f"h{other}=http://{lab.address(other)}:2380" for other in hosts)
-        command = lab.command(host, [*argv, "--initial-cluster", peers])
-        with (folder / f"etcd{host}.log").open("ab") as log:
-            servers.append(subprocess.Popen(command, stdout=log, stderr=log))
-    try:
-        yield "etcd://" + ",".join(f"h{host}:2379" for host in hosts) + "/run"
-    finally:
-        for server in servers:
-            server.kill()
-            server.wait()
+        names = range(self._lab.num_hosts)
+        peers = ",".join(f"h{other}=http://{self._lab.address(other)}:2380" for other in names)
+        command = self._lab.command(host, [*argv, "--initial-cluster", peers])
+        with (self._folder / f"etcd{host}.log").open("ab") as log:
+            self._servers[host] = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def kill(self, host):
+        self._servers[host].kill()
+        self._servers[host].wait()
 
 
 def sha_alone(folder, *items):

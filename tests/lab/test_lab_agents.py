@@ -8,7 +8,7 @@ import time
 import pytest
 from benchmarks.lab import Lab
 from tests.conftest import result
-from tests.lab.agents import TIMEOUT_S, Agents, etcd, sha_alone
+from tests.lab.agents import TIMEOUT_S, Agents, Etcd, sha_alone
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("machine_has_what_hosts_need")]
 
@@ -21,7 +21,7 @@ def test_ranks_hosts_and_cables_are_lost_and_come_back_and_the_bits_stay(tmp_pat
             run.start(host)
         run.wait_for(lambda: run.step() >= 5)
         took = {}
-        run.kill(1, only_ranks=True)
+        run.kill_ranks(1)
         took["a rank killed"] = run.advance()
         run.wait_for(lambda: len(run.rows("Joined")) >= 4)
         run.kill(2)
@@ -33,8 +33,8 @@ def test_ranks_hosts_and_cables_are_lost_and_come_back_and_the_bits_stay(tmp_pat
         run.cable(1, "up")
         run.wait_for(lambda: len(run.rows("Joined")) >= 6)
         print(json.dumps(took))
-        assert run.codes() == [0, 0, 0], run.said()
-        assert not any(run.on_host(host) for host in range(3))
+        assert run.ended() == [0, 0, 0], run.said()
+        assert not any(run.pids(host) for host in range(3))
     assert result(run.folder / "run")["params_sha256"] == sha
     assert took["a rank killed"] < 2
     assert took["a host killed"] < 2
@@ -48,7 +48,7 @@ def test_a_silent_coordinator_ends_the_run_with_the_code_to_try_again(tmp_path):
             run.start(host)
         run.wait_for(lambda: run.step() >= 3)
         run.cable(0, "down")
-        assert [run.processes[host].wait(30) for host in (1, 2)] == [75, 75], run.said()
+        assert [run.agents[host].wait(30) for host in (1, 2)] == [75, 75], run.said()
         run.kill(0)
 
 
@@ -59,16 +59,16 @@ def test_a_signal_to_one_agent_stops_all_and_nothing_outlives_the_coordinator(tm
         run.start(2)
         run.start(0)
         run.wait_for(lambda: run.step() >= 3)
-        own = run.processes[0]
+        own = run.agents[0]
         run.start(0, "--id", "another")  # beside the coordinator, where its address is taken
         asked = time.monotonic()
-        assert run.processes[0].wait(20) == 2
+        assert run.agents[0].wait(20) == 2
         assert time.monotonic() - asked < 10
         assert "the agent there has another run: id is  here, another there" in run.said()
-        run.processes[0] = own
-        run.processes[1].send_signal(signal.SIGTERM)
-        assert run.codes() == [143, 143, 143]
-        run.wait_for(lambda: not any(run.on_host(host) for host in range(3)))
+        run.agents[0] = own
+        run.agents[1].send_signal(signal.SIGTERM)
+        assert run.ended() == [143, 143, 143]
+        run.wait_for(lambda: not any(run.pids(host) for host in range(3)))
         stopped_at = run.step()
         again = Agents(lab, tmp_path / "run", train=("--resume",))
         for host in range(3):
@@ -76,16 +76,16 @@ def test_a_signal_to_one_agent_stops_all_and_nothing_outlives_the_coordinator(tm
         again.wait_for(lambda: again.step() > stopped_at)
         killed = time.monotonic()
         again.kill(0)
-        assert again.codes() == [75, 75]
+        assert again.ended() == [-9, 75, 75]
         assert time.monotonic() - killed < TIMEOUT_S + 3
-        assert not any(again.on_host(host) for host in range(3))
+        assert not any(again.pids(host) for host in range(3))
 
 
 @pytest.mark.skipif(shutil.which("etcd") is None, reason="Debian's package etcd-server has it")
 def test_with_etcd_no_host_has_to_stay(tmp_path):
     sha = sha_alone(tmp_path)
-    with Lab(3) as lab, etcd(lab, tmp_path) as where:
-        run = Agents(lab, tmp_path / "on hosts", "--host-timeout", "3", rendezvous=where)
+    with Lab(3) as lab, Etcd(lab, tmp_path) as etcd:
+        run = Agents(lab, tmp_path / "on hosts", timeout_s=3.0, rendezvous=etcd.rendezvous)
         for host in range(3):
             run.start(host)
         run.wait_for(lambda: run.step() >= 5)
@@ -95,6 +95,6 @@ def test_with_etcd_no_host_has_to_stay(tmp_path):
         run.cable(lost, "up")
         run.wait_for(lambda: len(run.rows("Joined")) >= 4)
         print(json.dumps({"the coordinator's host cut off": took}))
-        assert run.codes() == [0, 0, 0], run.said()
+        assert run.ended() == [0, 0, 0], run.said()
     assert result(run.folder / "run")["params_sha256"] == sha
     assert took < 30

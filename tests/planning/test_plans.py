@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError, DataError
 from lockstep.parallel.layout import leaves, merges, split
-from lockstep.planning.measurements import Anatomy, Facts, Group, Timed
-from lockstep.planning.network import Link, Network, parse_link
+from lockstep.planning.measurements import Anatomy, Facts, Group, Link, Network, Timed, parse_link
 from lockstep.planning.operations import OPERATIONS, Point
 from lockstep.planning.plan import Plan, losses, make_plan, read_plan
 from lockstep.planning.prediction import (

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import random
 import signal
 import threading
 import time
@@ -97,6 +98,10 @@ SLOW_S, MISS_S = 0.5, 0.02
 PRINTED = "lockstep: a fault prints what follows"
 _LINES, _LINE = 20_000, "-" * 79
 
+_PACED: tuple[Moment, ...] = (
+    "forward", "backward", "compute", "reduce", "reduced", "optimizer", "committed",
+)  # fmt: skip
+
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "preempt": signal.SIGUSR1}
 
 
@@ -123,12 +128,26 @@ class PlannedFault:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """Makes steps take longer, for faults from outside.
+
+    Attributes:
+        seconds: how long each rank sleeps, at one of the moments of each step.
+        file: path of a file; ranks sleep as long as it is there.
+    """
+
+    seconds: float = 0.0
+    file: str = ""
+
+
+@dataclass(frozen=True)
 class _Plan:
     """The content of the environment variable."""
 
     log: str
     faults: list[PlannedFault]
     run_dir: str = ""
+    pace: Pace = Pace()
 
 
 class InjectedError(RuntimeError):
@@ -141,7 +160,10 @@ def moved(run_dir: Path) -> Path:
 
 
 def to_env(
-    faults: Sequence[PlannedFault], log: Path | None = None, run_dir: Path | None = None
+    faults: Sequence[PlannedFault],
+    log: Path | None = None,
+    run_dir: Path | None = None,
+    pace: Pace = Pace(),
 ) -> dict[str, str]:
     """The environment variable that `injector` reads.
 
@@ -150,11 +172,13 @@ def to_env(
         log: path of a file that gets a JSON line just before each fault: `time` and its fields; or,
             if there are no faults, a line for each `moment` that a process reaches.
         run_dir: run directory, for faults of kind `move`.
+        pace: what makes steps take longer.
     """
     values = {
         "log": str(log or ""),
         "faults": [asdict(f) for f in faults],
         "run_dir": str(run_dir or ""),
+        "pace": asdict(pace),
     }
     return {FAULTS: json.dumps(values)}
 
@@ -184,6 +208,8 @@ def injector(env: Mapping[str, str], slot: int) -> At:
         ConfigError: the variable does not hold faults.
     """
     plan = _plan(env)
+    if plan.pace.seconds:
+        return _paced(plan.pace)
     if plan.log and not plan.faults:
         logged(Path(plan.log))  # a damaged log is refused here, and not at the first moment
         return _noting_moments(plan.log)
@@ -230,7 +256,7 @@ def _plan(env: Mapping[str, str]) -> _Plan:
         return _Plan("", [])
     try:
         plan = as_type(_Plan, parse_object(text))
-        if not all(min(f.delay_s, f.sleep_s) >= 0 for f in plan.faults):
+        if not all(min(f.delay_s, f.sleep_s, plan.pace.seconds) >= 0 for f in plan.faults):
             raise ValueError("a time is less than 0")
     except ValueError as error:
         raise ConfigError(
@@ -256,6 +282,20 @@ def _noting_moments(log: str) -> At:
         if moment not in seen:
             seen.add(moment)
             _note({"moment": moment}, log)
+
+    return at
+
+
+def _paced(pace: Pace) -> At:
+    last = -1
+
+    def at(moment: Moment, step: int) -> None:
+        nonlocal last
+        # The same moment on all ranks, which then sleep at the same time.
+        if step > last and moment == random.Random(step).choice(_PACED):
+            last = step
+            if Path(pace.file).exists():
+                time.sleep(pace.seconds)
 
     return at
 

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from lockstep.config.parsing import as_type, parse_object
 from lockstep.engine.recovery import SURVIVABLE
-from lockstep.planning.measurements import Facts
-from lockstep.planning.network import Network
+from lockstep.planning.measurements import Facts, Network
 from lockstep.planning.prediction import Layout, Prediction, layouts, predict
 from lockstep.planning.profile import check_format, read_json
 

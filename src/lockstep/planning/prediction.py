@@ -11,8 +11,7 @@ from lockstep.parallel.fold import rows_needed
 from lockstep.parallel.layout import Range, leaves, merges
 from lockstep.parallel.mesh import Mesh, sizes_of_replicas
 from lockstep.parallel.reduction import SMALL_BYTES
-from lockstep.planning.measurements import Anatomy, Facts, Group, Timed
-from lockstep.planning.network import Network
+from lockstep.planning.measurements import Anatomy, Facts, Group, Network, Timed
 
 SHARDINGS: tuple[Sharding, ...] = ("none", "optimizer", "gradients", "parameters")
 

@@ -19,8 +19,7 @@ from lockstep.errors import ConfigError
 from lockstep.launching.api import predicted
 from lockstep.launching.api.prediction import predicted_for_joiner
 from lockstep.observe import StepCost, read_events, read_result
-from lockstep.planning.measurements import Anatomy, Facts, Timed
-from lockstep.planning.network import Network
+from lockstep.planning.measurements import Anatomy, Facts, Network, Timed
 from lockstep.planning.plan import Plan, make_plan
 from lockstep.planning.prediction import Layout
 from lockstep.planning.profile import write_json

@@ -16,7 +16,7 @@ import pytest
 from tests.conftest import environment
 
 from lockstep.launching.host.parent_watch import bound_to_parent
-from lockstep.launching.host.processes import children
+from lockstep.launching.host.processes import children, send
 
 LOOP = """
 import os, sys, time
@@ -103,6 +103,24 @@ def test_agents_come_go_and_end_with_the_coordinator(tmp_path: Path) -> None:
     text = (tmp_path / "log").read_text()
     assert "the agent there has another run: ranks is 1 here, 2 there; " in text
     assert "the coordinator has ended, and the run with it" in text
+
+
+def test_where_all_have_stood_still_the_ranks_of_the_coordinator_stay(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    first = run.start()
+    run.wait_for(lambda: _listens(run.address))
+    second = run.start()
+    run.wait_for(lambda: run.newest() == ["0", "1"])
+    rank = run.said(0)[0][0]
+    # Longer than --host-timeout, as where a machine is suspended or has far too much to do.
+    everyone = [pid for agent in (first, second) for pid in (agent.pid, *children(agent.pid))]
+    send(everyone, signal.SIGSTOP)
+    time.sleep(3)
+    send(everyone, signal.SIGCONT)
+    run.wait_for(lambda: run.newest() == ["0", "2"])
+    assert run.said(0)[-1][0] == rank
+    first.kill()
+    assert (first.wait(20), second.wait(20)) == (-9, 75)
 
 
 @pytest.mark.slow

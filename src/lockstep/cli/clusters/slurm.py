@@ -25,6 +25,7 @@ from lockstep.launching.slurm import Resources
 from lockstep.launching.slurm.script import (
     FIRST_COMMENT,
     POINT,
+    RENDEZVOUS,
     RUN_DIR,
     BatchJob,
     Given,
@@ -112,9 +113,9 @@ def slurm(
     name = where.rpartition(":")[2] if ".py:" in where else Path(where).stem
     name = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)
     path = (output or Path(f"{name}.sbatch")).absolute()
-    batch = batch_job(
-        name, where, overrides, threads, resources, job.replace, run_dir, path, silence_s
-    )
+    if is_doctor and job.agents:
+        raise LaunchError("--agents: the doctor needs none")
+    batch = batch_job(name, where, overrides, threads, resources, job, run_dir, path, silence_s)
     deliver(with_options(batch, job, options), path, submit)
 
 
@@ -130,6 +131,8 @@ class JobFile(Section):
     account: str | None = None
     signal_before: Positive = 120
     replace: Count = 0
+    agents: bool = False
+    """Ranks are started by an agent on each node, and go on in place when a node is lost."""
     overrides: tuple[str, ...] = ()
     """`key=value` items for the config, before those on the command line."""
     sbatch: tuple[str, ...] = ()
@@ -200,7 +203,7 @@ def array(
     threads = max(config_of(target, words, path).threads for path, words in points)
     cpus = threads if job.cpus_per_task is None else job.cpus_per_task
     resources = resources_of(job, cpus, threads)
-    batch = batch_job(name, target, (POINT,), threads, resources, job.replace, None, folder / "x")
+    batch = batch_job(name, target, (POINT,), threads, resources, job, None, folder / "x")
     batch = replace(
         batch,
         points=points,
@@ -217,7 +220,7 @@ def batch_job(
     overrides: Sequence[str],
     threads: int,
     resources: Resources,
-    replacements: int,
+    job: JobFile,
     run_dir: Path | None,
     path: Path,
     silence_s: float = SILENCE_S,
@@ -230,7 +233,7 @@ def batch_job(
         overrides: `key=value` items for the config.
         threads: threads of each rank.
         resources: resources of the job.
-        replacements: number of lost ranks that are replaced.
+        job: options of the job: how many lost ranks are replaced, and what starts them.
         run_dir: path of the run directory; named after the job's number if None.
         path: path of the script, beside which SLURM's own log is.
         silence_s: seconds after which a node that does not answer is lost; 0 for mpirun's own.
@@ -243,15 +246,19 @@ def batch_job(
         env["PYTHONPATH"] = os.environ["PYTHONPATH"]
     if is_script(target):
         env |= Session(RUN_DIR, True, tuple(overrides), True, target).to_env()
-        ranks = [sys.executable, target]
+        train, ranks = [target], [sys.executable, target]
     else:
-        ranks = [sys.executable, "-m", "lockstep", "train", target]
-        ranks += ["--run-dir", RUN_DIR, "--resume", *overrides]
-    # SLURM knows how many cores the nodes have.
-    command = mpirun_command(
-        num_ranks, ranks, cores=num_ranks, replacements=replacements,
-        one_host=resources.nodes == 1, silence_s=silence_s,
-    ).argv  # fmt: skip
+        train = ["train", target, "--run-dir", RUN_DIR, "--resume", *overrides]
+        ranks = [sys.executable, "-m", "lockstep", *train]
+    command: Sequence[str]
+    if job.agents:
+        command = _agents(resources, job.replace, train)
+    else:
+        # SLURM knows how many cores the nodes have.
+        command = mpirun_command(
+            num_ranks, ranks, cores=num_ranks, replacements=job.replace,
+            one_host=resources.nodes == 1, silence_s=silence_s,
+        ).argv  # fmt: skip
     if target == DOCTOR:
         command = (sys.executable, "-m", "lockstep", DOCTOR, "--ranks", str(num_ranks))
     return BatchJob(
@@ -260,12 +267,31 @@ def batch_job(
         command=command,
         title=shlex.join([target, *overrides]),
         trains=target != DOCTOR,
+        outlives_nodes=job.agents,
         env=env,
         threads=threads,
         run_dir=run_dir.absolute() if run_dir else None,
         work_dir=Path.cwd(),
         log=path.with_name(f"{path.stem.replace('%', '%%')}-%j.log"),
     )
+
+
+def _agents(resources: Resources, replacements: int, train: Sequence[str]) -> list[str]:
+    """The command that starts an agent on each node, all of which survive the loss of one.
+
+    Raises:
+        LaunchError: there is only one node.
+    """
+    nodes, ranks = resources.nodes, resources.tasks_per_node
+    if nodes < 2:
+        raise LaunchError("--agents: is for several nodes; add --nodes")
+    return [
+        "srun", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", f"--ntasks={nodes}",
+        "--ntasks-per-node=1", f"--cpus-per-task={ranks * resources.cpus_per_task}",
+        *(sys.executable, "-m", "lockstep", "agent", "--rendezvous", RENDEZVOUS),
+        *("--hosts", str(nodes), "-n", str(ranks), "--replace", str(replacements)),
+        *("--", *train),
+    ]  # fmt: skip
 
 
 def resources_of(job: JobFile, cpus: int, threads: int) -> Resources:

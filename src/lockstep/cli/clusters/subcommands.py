@@ -51,6 +51,10 @@ def slurm(
         int | None,
         typer.Option("--replace", min=0, help="New processes at most for killed ranks; 0."),
     ] = None,
+    agents: Annotated[
+        bool,
+        typer.Option("--agents", help="Start agents, not mpirun: go on when a node is lost."),
+    ] = False,
     setup: Annotated[
         str | None,
         typer.Option("--setup", help="A file with lines such as `module load`, or a site's name."),
@@ -70,7 +74,7 @@ def slurm(
     given = {
         "nodes": nodes, "ntasks_per_node": tasks, "cpus_per_task": cpus, "time": time,
         "partition": partition, "account": account, "signal_before": signal_before,
-        "replace": replace, "setup": setup,
+        "replace": replace, "setup": setup, "agents": agents or None,
     }  # fmt: skip
     command.slurm(target, overrides or [], job_file(job, given), run_dir, output, submit)
 

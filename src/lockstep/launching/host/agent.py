@@ -108,6 +108,7 @@ class Agent:
         self._id = uuid.uuid4().hex
         self._election: Election | None = None
         self._coordinator: Coordinator | None = None
+        self._home: tuple[str, int] | None = None
         self._answer_s = _LEASE * terms.host_timeout_s
         share = _LEASE_WITH_ETCD if rendezvous.servers else _LEASE
         self._lease_s = share * terms.host_timeout_s
@@ -165,6 +166,7 @@ class Agent:
             if not is_elected:
                 listener.close()
                 return
+        self._home = listener.getsockname()
         self._coordinator = Coordinator(listener, self._terms, self._id, election)
         self._coordinator.thread.start()
 
@@ -270,6 +272,9 @@ class Agent:
             _Lost: this host is lost to the others, or may be.
         """
         self._processes.watch(line.connection)
+        # Nothing can come between it and a coordinator of this process, which may be as late as
+        # itself: where a whole host has stood still, its ranks stay, for they have the state.
+        answer_s = math.inf if line.peer == self._home else self._answer_s
         is_over = False
         while True:
             for message in messages:
@@ -279,7 +284,7 @@ class Agent:
             now = time.monotonic()
             if is_over:
                 raise _Lost("has closed the line")
-            if now > self._answered_at + self._answer_s:
+            if now > self._answered_at + answer_s:
                 raise _Lost("does not answer")
             if now >= self._beat_at:
                 self._beat_at = now + self._terms.host_timeout_s / 8
@@ -288,7 +293,7 @@ class Agent:
                 line.send(stop=self._processes.unheard)
                 self._processes.unheard = None
             line.flush()
-            self._listen(line, min(self._beat_at, self._answered_at + self._answer_s) - now)
+            self._listen(line, min(self._beat_at, self._answered_at + answer_s) - now)
             messages, is_over = line.read()
 
     def _listen(self, line: Line | None, patience_s: float) -> None:

@@ -2,11 +2,10 @@
 
 It listens at the rendezvous address, assigns slots to the ranks of each host, leads their group
 (`group.py`), and hosts the store in which they find each other. An agent that is silent for some
-seconds is lost with its ranks; its own clock has told it so before, and it has killed them.
-
-Where etcd elects it (`election.py`), another may take over: agents tell it what they remember of
-their ranks. What some ranks have been told of their generation it tells the others, too, and then
-that this generation is lost.
+seconds is lost with its ranks; its own clock has told it so before, and it has killed them. Where
+etcd elects it (`election.py`), another may take over: agents tell it what they remember of their
+ranks. What some ranks have been told of their generation it tells the others, too, and then that
+this generation is lost.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class Coordinator(Leader):
         self._election = election
         self._is_elected = True
         self._generation = 0
-        self._since = self._kept_at = time.monotonic()
+        self._since = self._kept_at = self._heard_at = time.monotonic()
         self._listener = listener
         listener.setblocking(False)
         # Bound before the first rank is told where it is.
@@ -115,10 +114,8 @@ class Coordinator(Leader):
                 if not self._allocate(message.generation):
                     return
                 message = replace(message, store=self._store_address)
-            agent = self._agent_of(order.slot)
-            if agent is not None:
-                told = None if message is None else message.to_json()
-                agent.line.send(slot=order.slot, order=told)
+            if (agent := self._agent_of(order.slot)) is not None:
+                agent.line.send(slot=order.slot, order=message and message.to_json())
 
     def replace(self, lost: int) -> bool:
         """See `Leader.replace`; the ranks of a host that is lost come back with its agent."""
@@ -344,11 +341,14 @@ class Coordinator(Leader):
 
     def _drop_silent(self) -> None:
         now = time.monotonic()
-        for agent in tuple(self._agents):
-            silence_s = now - agent.heard_at
-            if not agent.id and silence_s > _HELLO_S:
+        # While this process has stood still, it could hear nobody.
+        deaf_s = max(0.0, now - self._heard_at - self._terms.host_timeout_s / 4)
+        self._heard_at = now
+        for agent in [agent for agent in self._agents if agent.id != self._own]:
+            agent.heard_at = min(now, agent.heard_at + deaf_s)
+            if not agent.id and now > agent.heard_at + _HELLO_S:
                 self._remove(agent)
-            elif agent.id and silence_s > self._terms.host_timeout_s:
+            elif agent.id and now > agent.heard_at + self._terms.host_timeout_s:
                 self._drop(agent, f"has not answered for {self._terms.host_timeout_s:g} s")
 
     def _drop(self, agent: _Agent, why: str) -> None:

@@ -81,6 +81,15 @@ class Line:
             messages.append(message)
         return messages, is_over or len(self._unread) >= _MAX_BYTES
 
+    @property
+    def peer(self) -> tuple[str, int] | None:
+        """Address and port of the other end; None once the line is broken."""
+        try:
+            host, port = self.connection.getpeername()
+        except OSError:
+            return None
+        return host, port
+
     def close(self) -> None:
         """Close the connection."""
         self.connection.close()

@@ -108,9 +108,9 @@ _FLAGS, _PF_EXITING = 6, 0x4
 """Where /proc/PID/stat has a process's flags, counted from its state; one flag of linux/sched.h."""
 
 
-def marked(mark: str) -> list[int]:
+def marked(mark: str, name: str = MARK) -> list[int]:
     """The living processes of this host that carry a launch's mark (none where /proc is not)."""
-    entry = f"{MARK}={mark}".encode()
+    entry = f"{name}={mark}".encode()
     pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -199,19 +199,22 @@ def send(pids: Iterable[int], signum: signal.Signals) -> None:
             os.kill(pid, signum)
 
 
-def kill_marked(mark: str, known: Iterable[int] = (), timeout_s: float = 10.0) -> None:
+def kill_marked(
+    mark: str, known: Iterable[int] = (), timeout_s: float = 10.0, name: str = MARK
+) -> None:
     """Kill all processes of a launch, and return when they are gone, with their files and locks.
 
     Args:
         mark: the launch's unique name.
         known: processes that are known to be of it.
         timeout_s: seconds after which this returns in any case.
+        name: the environment variable that holds it.
     """
     deadline = time.monotonic() + timeout_s
     seen = set(known)
     # A process may have been about to start another one, so look again until none is left.
     while time.monotonic() < deadline:
-        pids = marked(mark)
+        pids = marked(mark, name)
         if not pids and not any(map(_is_exiting, seen)):
             return
         seen.update(pids)

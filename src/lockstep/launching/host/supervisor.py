@@ -290,6 +290,8 @@ class Processes:
 
     def _note_dying(self, slot: int) -> None:
         """Have `wait` say that one has begun to end; called by any thread."""
+        if dying := self._ranks.get(slot):
+            dying.is_dying = True
         self._dying.put(slot)
         with contextlib.suppress(OSError):  # there is enough in it to wake `wait`
             self._waker.send(b"d")
@@ -302,9 +304,10 @@ class Processes:
 
     def forward(self, signum: int, frame: object = None) -> None:
         """Send a signal to all; also what this process does with one that it gets."""
-        if not self._ranks:
+        living = [rank for rank in tuple(self._ranks.values()) if not rank.is_dying]
+        if not living:
             self.unheard = signum
-        for rank in tuple(self._ranks.values()):
+        for rank in living:
             rank.process.send_signal(signum)
 
 
@@ -325,6 +328,7 @@ class SupervisedRank:
         line: this end of the socket to it.
         process: the process itself.
         is_silent: whether it has closed its end of the socket.
+        is_dying: whether it has begun to end, and hears no signals any more.
     """
 
     def __init__(
@@ -339,7 +343,7 @@ class SupervisedRank:
     ) -> None:
         self.slot = slot
         self._on_dying = on_dying
-        self.is_silent = False
+        self.is_silent = self.is_dying = False
         # A socket that keeps messages apart: each `recv` returns exactly one.
         self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.line.setblocking(False)

@@ -136,6 +136,13 @@ POINT = "${point[@]}"
 RUN_DIR = "${run_dir}"
 """Stands for the job's run directory in a rank's arguments and environment variables."""
 
+RENDEZVOUS = "${rendezvous}"
+"""Stands for the address at which the agents of a job meet: that of its first node."""
+
+_ADDRESS = (
+    '"${MASTER_ADDR:-$SLURMD_NODENAME}:${MASTER_PORT:-$((15000 + ${SLURM_JOB_ID:-0} % 15000))}"'
+)
+
 _WIDTH = 96
 
 
@@ -159,6 +166,7 @@ class BatchJob:
         setup: lines of the user's that come before all others, such as `module load`.
         points: of a job array, the run directory of each task and the words that `POINT` stands
             for; the tasks count from 0. Empty for a job that is no array by itself.
+        outlives_nodes: whether the job goes on when one of its nodes is lost.
         at_once: greatest number of an array's tasks that run at a time; None for all.
     """
 
@@ -176,6 +184,7 @@ class BatchJob:
     setup: str = ""
     points: Sequence[tuple[Path, Sequence[str]]] = ()
     at_once: int | None = None
+    outlives_nodes: bool = False
 
 
 def script(job: BatchJob) -> str:
@@ -240,6 +249,8 @@ def _directives(job: BatchJob) -> list[str]:
         "output": str(job.log),
     }
     lines = [f"#SBATCH --{name}={shlex.quote(v)}" for name, v in options.items() if v is not None]
+    if job.outlives_nodes:
+        lines.append("#SBATCH --no-kill")
     lines.append(f"#SBATCH --{'' if job.trains else 'no-'}requeue")
     if job.points:
         limit = "" if job.at_once is None else f"%{job.at_once}"
@@ -317,7 +328,7 @@ def _wrapped(words: Sequence[str]) -> str:
 
 
 def _quoted(word: str) -> str:
-    placeholders = {RUN_DIR: '"$run_dir"', POINT: '"${point[@]}"'}
+    placeholders = {RUN_DIR: '"$run_dir"', POINT: '"${point[@]}"', RENDEZVOUS: _ADDRESS}
     return placeholders.get(word) or shlex.quote(word)
 
 

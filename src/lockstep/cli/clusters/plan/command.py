@@ -18,7 +18,7 @@ from lockstep.launching.start import choose_launcher
 from lockstep.launching.targets import absolute, configured, is_script
 from lockstep.launching.warm.starting import fork_server
 from lockstep.observe.text import brief, count, duration, size
-from lockstep.planning.network import Network, parse_link
+from lockstep.planning.measurements import Network, parse_link
 from lockstep.planning.plan import Plan, Row, make_plan
 from lockstep.planning.profile import read_profile, write_json
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import random
 import signal
 import threading
 import time
@@ -16,6 +17,8 @@ from typing import Any
 from rich.console import Console
 
 from lockstep.cli.options import folder_for, shown_status
+from lockstep.cli.prove.chaos.host_faults import Faults, Struck, render_struck
+from lockstep.cli.prove.chaos.hosts import Hosts
 from lockstep.cli.prove.chaos.plan import HANG_TIMEOUT_S, STALL_S, Group, Incident, What, draw
 from lockstep.cli.prove.chaos.verdict import (
     Effect,
@@ -36,11 +39,16 @@ from lockstep.engine.recovery import SURVIVABLE
 from lockstep.errors import ConfigError, LaunchError, LockstepError, RunDirectoryError
 from lockstep.launching.api import Session
 from lockstep.launching.job.ending import Ended
+from lockstep.launching.rank.join import free_port
 from lockstep.launching.start import check_replacements, rank_command, start
 from lockstep.launching.targets import absolute, configured, is_script
 from lockstep.launching.warm.starting import fork_server
 from lockstep.observe import read_events, read_result
 
+_HOST_TIMEOUT_S = 2.0
+_S_A_FAULT = 10.0
+"""Seconds of a run on hosts for each fault: one that was killed has to come back meanwhile."""
+_MOST_REST_S = 600.0
 _TERMINATED = 128 + signal.SIGTERM
 _GONE = "was deleted, moved or replaced"
 """Part of the message of a run whose directory is gone."""
@@ -51,14 +59,17 @@ class Ranks:
     """The ranks that faults strike.
 
     Attributes:
-        number: number of processes at the start of each session, at least 2.
+        number: number of processes at the start of each session, at least 2; on each host, if there
+            are hosts.
         launcher: name of the launcher that starts them, one of `SURVIVABLE`.
         replacements: greatest number of killed processes that it replaces in a session.
+        hosts: number of hosts, whose agents are the launcher; 0 for this host and none.
     """
 
     number: int
     launcher: str = "mpi"
     replacements: int = 0
+    hosts: int = 0
 
     def check(self) -> None:
         """Refuse what cannot be done.
@@ -66,6 +77,10 @@ class Ranks:
         Raises:
             LaunchError: too few ranks, or a launcher under which none would survive.
         """
+        if self.hosts:
+            if self.hosts < 2:
+                raise LaunchError(f"--hosts {self.hosts}: must be at least 2, for one has to stay")
+            return
         if self.number < 2:
             raise LaunchError(f"-n {self.number}: must be at least 2, for some have to survive")
         if self.launcher not in SURVIVABLE:
@@ -108,6 +123,11 @@ def chaos(
     ranks.check()
     if num_faults < 1:
         raise ConfigError(f"--faults {num_faults}: must be at least 1")
+    if ranks.hosts:
+        with folder_for(keep, "chaos") as folder:
+            return _on_hosts(
+                target, overrides, ranks, num_faults, seed, folder.absolute(), console, quiet
+            )
     with fork_server(ranks.launcher, target) as server, folder_for(keep, "chaos") as folder:
         if not is_script(target):
             configured(target, overrides)
@@ -136,6 +156,56 @@ def chaos(
             console.print(render(effects))
         lost = sorted({slot for result in results for slot in result.lost})
         return verdict(reference, trained(results), effects, lost, console)
+
+
+def _on_hosts(
+    target: str,
+    overrides: Sequence[str],
+    ranks: Ranks,
+    num_faults: int,
+    seed: int,
+    folder: Path,
+    console: Console,
+    quiet: bool,
+) -> int:
+    """`chaos` on agents, whose faults strike from outside; see there."""
+    if not is_script(target):
+        configured(target, overrides)
+    alone = Sessions(target, overrides, Ranks(2, "local"), "")
+    with shown_status(console, "training without faults", quiet):
+        reference = trained([alone.run(folder / "reference", [])])
+    run_dir, pace = folder / "chaos", folder / "paced"
+    pace_s = _S_A_FAULT * num_faults / len(reference.steps)
+    env = os.environ | faults.to_env([], pace=faults.Pace(pace_s, str(pace)))
+    if alone.is_script:
+        env |= Session(str(run_dir), True, alone.kept, False, absolute(target)).to_env()
+    options = ("--rendezvous", f"127.0.0.1:{free_port()}", "--replace", str(ranks.replacements))
+    hosts = Hosts(
+        Path.cwd(), ranks.hosts, ranks.number, _HOST_TIMEOUT_S, options, alone.command(run_dir),
+        run_dir, folder / "agents.log", env,
+    )  # fmt: skip
+    pace.touch()
+    struck: list[Struck] = []
+    try:
+        for host in range(ranks.hosts):
+            hosts.start(host)
+        made = Faults(hosts, random.Random(seed))
+        with shown_status(console, f"training on {ranks.hosts} hosts with faults", quiet):
+            for fault in made.strike_all(num_faults):
+                struck.append(fault)
+            made.end()
+            pace.unlink()
+            if any(codes := hosts.codes(_MOST_REST_S)):
+                raise LaunchError(f"agents ended with {codes}; see {hosts.log}")
+            hosts.check_gone()
+    finally:
+        hosts.kill_all()
+    if not quiet:
+        console.print(render_struck(struck))
+    rest = [Effect(Incident("kill", 0, ()), False)] * (num_faults - len(struck))
+    effects = [Effect(Incident("kill", fault.step, ()), True) for fault in struck]
+    run = trained([SessionResult([], hosts.all_rows(), [], None, run_dir)])
+    return verdict(reference, run, [*effects, *rest], [], console)
 
 
 def _keys(target: str, overrides: Sequence[str]) -> TrainConfig:
@@ -177,17 +247,24 @@ class Sessions:
 
     def __init__(self, target: str, overrides: Sequence[str], ranks: Ranks, server: str) -> None:
         self._target = absolute(target)
-        self._script = is_script(target)
-        self._threads = 1 if self._script else configured(target, overrides)[1].threads
+        self.is_script = is_script(target)
+        self._threads = 1 if self.is_script else configured(target, overrides)[1].threads
         self._overrides = [
             *overrides, "log_every=1", "checkpoint.keep=3", f"hang_timeout_s={HANG_TIMEOUT_S}",
         ]  # fmt: skip
         if not any(o.startswith("checkpoint.every=") for o in overrides):
             self._overrides.append("checkpoint.every=10")
         self._num_ranks = ranks.number
+        self.kept = tuple(self._overrides) if self.is_script else ()
         self._command = rank_command(
             ranks.launcher, ranks.number, self._target, self._overrides, ranks.replacements, server
         )
+
+    def command(self, run_dir: Path) -> list[str]:
+        """What each rank of `lockstep agent` runs, at the first start and at all others."""
+        if self.is_script:
+            return [self._target]
+        return ["train", self._target, *self._overrides, "--run-dir", str(run_dir), "--resume"]
 
     def run(self, run_dir: Path, incidents: Sequence[Incident]) -> SessionResult:
         """Run one session with its faults to its end.
@@ -221,8 +298,7 @@ class Sessions:
 
     def _start(self, run_dir: Path, incidents: Sequence[Incident], log: Path) -> Ended:
         env = faults.to_env([f for incident in incidents for f in incident.faults], log, run_dir)
-        kept = tuple(self._overrides) if self._script else ()
-        session = Session(str(run_dir), run_dir.exists(), kept, False, self._target)
+        session = Session(str(run_dir), run_dir.exists(), self.kept, False, self._target)
         with stalling_reader(STALL_S):
             ended = start(
                 self._command, session, self._threads, on_row=lambda _: None, restarts=0, env=env
