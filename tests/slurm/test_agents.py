@@ -30,7 +30,8 @@ def place(tmp_path):
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(LATE)
     port = str(free_port())
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(folder)}
+    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(folder)}
+    return there | {"LOCKSTEP_RENDEZVOUS": f"127.0.0.1:{port}"}
 
 
 def nodes_of(cluster, job):

@@ -360,6 +360,8 @@ class Agent:
     def _kill(self) -> list[int]:
         """End the ranks, which the others go on without; their slots."""
         self._records.clear()
+        if self._processes.forwarded is not None:  # they are ended before it could stop the run
+            self._processes.unheard, self._processes.forwarded = self._processes.forwarded, None
         return self._processes.kill()
 
     def _own_address(self) -> str:

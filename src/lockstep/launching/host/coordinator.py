@@ -243,8 +243,10 @@ class Coordinator(Leader):
         if not self._has_begun and not any(other.records for other in self._agents):
             self._ended = KILLED + signum
         elif agent is None or agent.is_in or agent.id == self._own:
-            for other in [other for other in self._agents if other.slots][:1]:
-                other.line.send(signal=signum)  # its ranks tell all others
+            with_ranks = [other for other in self._agents if other.slots]
+            # Its ranks tell all others. Those of the agent that sends it may all be dying.
+            for other in sorted(with_ranks, key=lambda other: other is agent)[:1]:
+                other.line.send(signal=signum)
         else:
             agent.line.send(end=KILLED + signum)
 
@@ -344,7 +346,7 @@ class Coordinator(Leader):
         # While this process has stood still, it could hear nobody.
         deaf_s = max(0.0, now - self._heard_at - self._terms.host_timeout_s / 4)
         self._heard_at = now
-        for agent in [agent for agent in self._agents if agent.id != self._own]:
+        for agent in [a for a in self._agents if not self._own or a.id != self._own]:
             agent.heard_at = min(now, agent.heard_at + deaf_s)
             if not agent.id and now > agent.heard_at + _HELLO_S:
                 self._remove(agent)

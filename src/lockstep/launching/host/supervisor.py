@@ -194,6 +194,7 @@ class Processes:
 
     Attributes:
         unheard: the newest signal that came when there was no process to forward it to.
+        forwarded: the newest one that was forwarded.
     """
 
     def __init__(
@@ -205,6 +206,7 @@ class Processes:
     ) -> None:
         self.unheard: int | None = None
         self._streams = streams or (None, None)
+        self.forwarded: int | None = None
         self._argv, self._fds, self._has_terminal = argv, fds, has_terminal
         self._ranks: dict[int, SupervisedRank] = {}
         self._wake, wake = socket.socketpair()
@@ -305,7 +307,9 @@ class Processes:
     def forward(self, signum: int, frame: object = None) -> None:
         """Send a signal to all; also what this process does with one that it gets."""
         living = [rank for rank in tuple(self._ranks.values()) if not rank.is_dying]
-        if not living:
+        if living:
+            self.forwarded = signum
+        else:
             self.unheard = signum
         for rank in living:
             rank.process.send_signal(signum)

@@ -139,9 +139,9 @@ RUN_DIR = "${run_dir}"
 RENDEZVOUS = "${rendezvous}"
 """Stands for the address at which the agents of a job meet: that of its first node."""
 
-_ADDRESS = (
-    '"${MASTER_ADDR:-$SLURMD_NODENAME}:${MASTER_PORT:-$((15000 + ${SLURM_JOB_ID:-0} % 15000))}"'
-)
+# Not by MASTER_ADDR: sbatch hands on the shell's, and each node would be a coordinator of its own.
+# Where names of nodes do not resolve, LOCKSTEP_RENDEZVOUS has another address.
+_ADDRESS = '"${LOCKSTEP_RENDEZVOUS:-$SLURMD_NODENAME:$((15000 + ${SLURM_JOB_ID:-0} % 15000))}"'
 
 _WIDTH = 96
 

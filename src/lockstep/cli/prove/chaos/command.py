@@ -179,7 +179,12 @@ def _on_hosts(
     env = os.environ | faults.to_env([], pace=faults.Pace(pace_s, str(pace)))
     if alone.is_script:
         env |= Session(str(run_dir), True, alone.kept, False, absolute(target)).to_env()
-    options = ("--rendezvous", f"127.0.0.1:{free_port()}", "--replace", str(ranks.replacements))
+    options = (
+        "--rendezvous",
+        f"127.0.0.1:{free_port()}",
+        "--replace",
+        str(max(ranks.replacements, num_faults)),
+    )
     hosts = Hosts(
         Path.cwd(), ranks.hosts, ranks.number, _HOST_TIMEOUT_S, options, alone.command(run_dir),
         run_dir, folder / "agents.log", env,
@@ -193,10 +198,11 @@ def _on_hosts(
         with shown_status(console, f"training on {ranks.hosts} hosts with faults", quiet):
             for fault in made.strike_all(num_faults):
                 struck.append(fault)
-            made.end()
+            lost = made.end()
             pace.unlink()
-            if any(codes := hosts.codes(_MOST_REST_S)):
-                raise LaunchError(f"agents ended with {codes}; see {hosts.log}")
+            codes = hosts.codes(_MOST_REST_S)
+            if any(code for host, code in enumerate(codes) if host not in lost):
+                raise LaunchError(f"agents ended with {codes}{hosts.told}")
             hosts.check_gone()
     finally:
         hosts.kill_all()

@@ -84,6 +84,7 @@ class _Lasting:
     undo: Undo
     is_lost: bool = True
     holds: bool = False
+    starts: bool = False
 
 
 @dataclass
@@ -132,7 +133,7 @@ class Faults:
             gap_s, overlaps = self.source.uniform(0.0, _MOST_GAP_S), self.source.random() < 0.5
             kind, victims = kinds[name], list[int]()
             while not victims and not self.hosts.are_over():
-                victims = self._victims(name, kind)
+                victims = self._with_target(name, self._victims(name, kind))
                 if not victims:
                     self._wait(lambda: not self._lasting and self._are_whole())
             if self.hosts.are_over():
@@ -161,7 +162,7 @@ class Faults:
             struck.lasted_s = seconds * self.hosts.timeout_s
             self._alone = leads and kind.cuts and not self.hosts.has_election
             until = time.monotonic() + struck.lasted_s
-            self._lasting.append(_Lasting(host, until, undo, kind.loses, kind.holds))
+            self._lasting.append(_Lasting(host, until, undo, kind.loses, kind.holds, kind.ends))
         until = time.monotonic() + gap_s
         self._wait(lambda: time.monotonic() > until)
         if not overlaps or self._alone or struck.has_ended:
@@ -169,9 +170,17 @@ class Faults:
             self._alone = False
         return struck
 
-    def end(self) -> None:
-        """Undo what is left, when it is due, and wait until all hosts are there again."""
+    def end(self) -> set[int]:
+        """Undo what is left, when it is due, and wait until all hosts are there again.
+
+        Returns:
+            Hosts that were still killed when the run came to its end: there is nothing to join.
+        """
         self._wait(lambda: not self._lasting and self._are_whole())
+        lost = {lasting.host for lasting in self._lasting if lasting.starts}
+        self._lasting = [lasting for lasting in self._lasting if not lasting.starts]
+        self.undo_all()
+        return lost
 
     def undo_all(self) -> None:
         """Undo what is left at once."""
@@ -179,6 +188,11 @@ class Faults:
             with contextlib.suppress(OSError):
                 lasting.undo()
         self._lasting.clear()
+
+    def _with_target(self, name: str, hosts: Sequence[int]) -> list[int]:
+        """Those of some hosts that have what a kind of fault kills."""
+        targets = {"rank": self.hosts.ranks, "store": self.hosts.store}
+        return [host for host in hosts if name not in targets or targets[name](host)]
 
     def _kinds_now(self) -> dict[str, Kind]:
         return self.kinds
@@ -225,11 +239,11 @@ class Faults:
                 if host not in struck and agent.poll():
                     raise LaunchError(
                         f"the agent of host {host} has ended with exit code {agent.returncode}, "
-                        f"which no fault explains; see {self.hosts.log}"
+                        f"which no fault explains{self.hosts.told}"
                     )
             if now > began + _PATIENCE_S:
                 raise LaunchError(
-                    f"hosts have not come back within {_PATIENCE_S:g} s; see {self.hosts.log}"
+                    f"hosts have not come back within {_PATIENCE_S:g} s{self.hosts.told}"
                 )
             time.sleep(POLL_S)
 
@@ -252,7 +266,7 @@ class Faults:
         if set(others) != {RankFailure.exit_code}:
             raise LaunchError(
                 f"the coordinator on host {host} was lost, and agents ended with {others} instead "
-                f"of {RankFailure.exit_code}; see {self.hosts.log}"
+                f"of {RankFailure.exit_code}{self.hosts.told}"
             )
         self.hosts.check_gone()
         self.hosts.resume()

@@ -114,6 +114,11 @@ class Hosts:
             return self.log.read_text(encoding="utf-8", errors="replace")[-6000:]
         return ""
 
+    @property
+    def told(self) -> str:
+        """The end of that, to be added to a message: the file may be gone when it is read."""
+        return f"; the newest lines of {self.log.name}:\n{self.said()[-2000:]}"
+
     def pids(self, host: int) -> list[int]:
         """The living processes of a host."""
         return marked(self._mark(host), _HOST)
@@ -155,7 +160,7 @@ class Hosts:
         deadline = time.monotonic() + _GONE_S
         while left := [pid for host in self.agents for pid in self.pids(host)]:
             if time.monotonic() > deadline:
-                raise LaunchError(f"processes {left} have outlived their agents; see {self.log}")
+                raise LaunchError(f"processes {left} have outlived their agents{self.told}")
             time.sleep(POLL_S)
 
     def all_rows(self) -> list[dict[str, Any]]:
@@ -208,9 +213,7 @@ class Hosts:
                 for host in sorted(self.agents)
             ]
         except subprocess.TimeoutExpired:
-            raise LaunchError(
-                f"agents have not ended within {timeout_s:g} s; see {self.log}"
-            ) from None
+            raise LaunchError(f"agents have not ended within {timeout_s:g} s{self.told}") from None
 
     def _mark(self, host: int) -> str:
         return f"{self._id}-{host}"
