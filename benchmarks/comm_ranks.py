@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from lockstep.cli.clusters.comm_profile.rank import main
+from lockstep.cli.clusters.comm_profile_rank import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

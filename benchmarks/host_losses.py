@@ -18,7 +18,7 @@ from typing import Any
 
 from lab.leftovers import host_of
 from lab.network import INTERFACE, Lab
-from lockstep.cli.prove.chaos.hosts import Hosts
+from lockstep.cli.prove.chaos_hosts import Hosts
 from lockstep.launching.job.commands import rank_environment
 from page import Section, duration
 from processes import HERE, Spread

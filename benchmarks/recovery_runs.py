@@ -16,8 +16,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.cli.prove.chaos.plan import Incident
-from lockstep.cli.prove.chaos.verdict import effect_of
+from lockstep.cli.prove.chaos_plan import Incident
+from lockstep.cli.prove.chaos_verdict import effect_of
 from lockstep.engine.faults import Moment, PlannedFault, to_env
 from lockstep.launching.api import Session
 from lockstep.launching.rank.join import free_port

@@ -19,8 +19,8 @@ from math import ceil, log2
 from pathlib import Path
 from typing import Any
 
-from lockstep.cli.prove.chaos.plan import Incident
-from lockstep.cli.prove.chaos.verdict import effect_of
+from lockstep.cli.prove.chaos_plan import Incident
+from lockstep.cli.prove.chaos_verdict import effect_of
 from lockstep.comm.ahead import FEW_RANKS
 from lockstep.engine.faults import PlannedFault, to_env
 from lockstep.launching.job.commands import rank_environment

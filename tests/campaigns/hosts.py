@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.lab import Lab
 from benchmarks.lab.tools import has_netem
 
-from lockstep.cli.prove.chaos.host_faults import Faults, Kind, Struck, Undo
+from lockstep.cli.prove.chaos_host_faults import Faults, Kind, Struck, Undo
 from lockstep.errors import LockstepError
 from tests.campaigns.commits import NOTED, commits, contradictions, missing
 from tests.conftest import result

@@ -20,17 +20,17 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch import nn
 
-from lockstep.cli.prove.chaos import command
-from lockstep.cli.prove.chaos.command import (
+from lockstep.cli.prove import chaos as command
+from lockstep.cli.prove.chaos import (
     Ranks,
     SessionResult,
     Sessions,
     stalling_reader,
     trained,
 )
-from lockstep.cli.prove.chaos.command import _was_hit_at_start as was_hit_at_start
-from lockstep.cli.prove.chaos.plan import Group, Incident, draw
-from lockstep.cli.prove.chaos.verdict import (
+from lockstep.cli.prove.chaos import _was_hit_at_start as was_hit_at_start
+from lockstep.cli.prove.chaos_plan import Group, Incident, draw
+from lockstep.cli.prove.chaos_verdict import (
     Effect,
     Trained,
     effect_of,

@@ -16,8 +16,7 @@ from rich.console import Console
 from tests.planning.test_profile_files import sample
 from tests.thread_transport import ThreadTransport, on_ranks
 
-from lockstep.cli.clusters.comm_profile.calls import ENGINE_CALLS, TORCH_CALLS, Group, grouped
-from lockstep.cli.clusters.comm_profile.command import (
+from lockstep.cli.clusters.comm_profile import (
     Options,
     check_plot,
     comm_profile,
@@ -27,9 +26,10 @@ from lockstep.cli.clusters.comm_profile.command import (
     speed_text,
     tables,
 )
-from lockstep.cli.clusters.comm_profile.meter import ENOUGH, Meter, Timed
-from lockstep.cli.clusters.comm_profile.profiler import Facts, facts_of, hosts_of, warnings_of
-from lockstep.cli.clusters.comm_profile.rank import Measuring, Request
+from lockstep.cli.clusters.comm_profile_calls import ENGINE_CALLS, TORCH_CALLS, Group, grouped
+from lockstep.cli.clusters.comm_profile_meter import ENOUGH, Meter, Timed
+from lockstep.cli.clusters.comm_profile_profiler import Facts, facts_of, hosts_of, warnings_of
+from lockstep.cli.clusters.comm_profile_rank import Measuring, Request
 from lockstep.comm.transport import Sending
 from lockstep.errors import ConfigError, DataError, LaunchError, LockstepError
 from lockstep.launching.job.commands import RankCommand
@@ -334,7 +334,7 @@ def test_wrong_options_are_one_message_before_ranks_start(
     changes: dict[str, Any], error: type[LockstepError], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "lockstep.cli.clusters.comm_profile.command.profile_of",
+        "lockstep.cli.clusters.comm_profile.profile_of",
         lambda *_: pytest.fail("ranks were started"),
     )
     with pytest.raises(error) as raised:
@@ -350,7 +350,7 @@ def test_torch_can_be_left_out(with_torch: bool, monkeypatch: pytest.MonkeyPatch
         asked = json.loads(next(word for word in ranks.argv if word.startswith("{")))
         raise LaunchError(f"asked for torch: {asked['with_torch']}")
 
-    monkeypatch.setattr("lockstep.cli.clusters.comm_profile.command.profile_of", profile_of)
+    monkeypatch.setattr("lockstep.cli.clusters.comm_profile.profile_of", profile_of)
     with pytest.raises(LaunchError, match=f"asked for torch: {with_torch}"):
         comm_profile(options(with_torch=with_torch), Console())
 

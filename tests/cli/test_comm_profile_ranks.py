@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.conftest import WARM, run
 
-from lockstep.cli.clusters.comm_profile.command import profile_of
+from lockstep.cli.clusters.comm_profile import profile_of
 from lockstep.errors import LaunchError, RankFailure
 from lockstep.launching.job.commands import (
     RankCommand,

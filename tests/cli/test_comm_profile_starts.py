@@ -10,8 +10,8 @@ import pytest
 import torch
 from tests.thread_transport import ThreadTransport, on_ranks
 
-from lockstep.cli.clusters.comm_profile import meter as starting
-from lockstep.cli.clusters.comm_profile.meter import AgreedStart, start_of
+from lockstep.cli.clusters import comm_profile_meter as starting
+from lockstep.cli.clusters.comm_profile_meter import AgreedStart, start_of
 
 CPU = torch.device("cpu")
 DELAY_S = 0.02

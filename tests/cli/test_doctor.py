@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lockstep.cli.clusters.doctor import checks as doctor_checks
-from lockstep.cli.clusters.doctor import command as doctor_ranks
-from lockstep.cli.clusters.doctor.checks import Check, guarded
-from lockstep.cli.clusters.doctor.command import (
+from lockstep.cli.clusters import doctor as doctor_ranks
+from lockstep.cli.clusters import doctor_checks as doctor_checks
+from lockstep.cli.clusters.doctor import (
     Output,
     exit_code,
     listen,
@@ -28,7 +27,8 @@ from lockstep.cli.clusters.doctor.command import (
     start_and_collectives,
     survival_check,
 )
-from lockstep.cli.clusters.doctor.probe import COLLECTIVES
+from lockstep.cli.clusters.doctor_checks import Check, guarded
+from lockstep.cli.clusters.doctor_probe import COLLECTIVES
 from lockstep.errors import LaunchError
 from lockstep.launching.host.processes import is_alive
 from lockstep.launching.job.commands import python_command, rank_environment

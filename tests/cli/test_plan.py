@@ -14,9 +14,9 @@ import pytest
 from rich.console import Console
 from tests.planning.test_plans import anatomy, facts, network
 
-from lockstep.cli.clusters.plan.command import Options, lines, plan, table
-from lockstep.cli.clusters.plan.measuring import Measuring, groups, message_sizes, shapes
-from lockstep.cli.clusters.plan.probes import Probe, Prober, Shape, probe_of
+from lockstep.cli.clusters.plan import Options, lines, plan, table
+from lockstep.cli.clusters.plan_measuring import Measuring, groups, message_sizes, shapes
+from lockstep.cli.clusters.plan_probes import Probe, Prober, Shape, probe_of
 from lockstep.config import TrainConfig, override
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.launching.targets import configured

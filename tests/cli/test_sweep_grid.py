@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.cli.start.sweep.grid import grid
+from lockstep.cli.start.sweep_grid import grid
 from lockstep.errors import ConfigError
 
 

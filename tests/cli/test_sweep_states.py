@@ -12,8 +12,8 @@ from tests.launching.api import longer_tasks
 from tests.launching.api.longer_tasks import Line, LineConfig
 
 import lockstep as ls
-from lockstep.cli.start.sweep.grid import state_of
-from lockstep.cli.start.sweep.pool import ordered_by, unknown
+from lockstep.cli.start.sweep_grid import state_of
+from lockstep.cli.start.sweep_pool import ordered_by, unknown
 from lockstep.config import NO_OUTCOME
 from lockstep.errors import RunDirectoryError
 from lockstep.observe.reading.listing import Summary, chosen

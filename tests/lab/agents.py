@@ -8,7 +8,7 @@ import time
 
 from tests.conftest import environment, result
 
-from lockstep.cli.prove.chaos.hosts import Hosts
+from lockstep.cli.prove.chaos_hosts import Hosts
 
 TASK = """
 import time

@@ -17,7 +17,7 @@ from lockstep.launching.warm.starting import is_simple
 _PRELOADED = (
     "torch.distributed.run", "pydantic.type_adapter", "lockstep.cli.main",
     "lockstep.cli.start.train", "lockstep.cli.start.evaluate", "lockstep.cli.prove.verify",
-    "lockstep.cli.prove.chaos.command", "lockstep.cli.clusters.doctor.command",
+    "lockstep.cli.prove.chaos", "lockstep.cli.clusters.doctor",
     "lockstep.systems.digits.task", "lockstep.systems.quantum.commands",
     "lockstep.systems.ufs.task",
     "lockstep.systems.ufs.cli", "lockstep.systems.sketched.conversion",

@@ -21,13 +21,13 @@ from tests.systems.ufs.fields.layouts import SHAPE, write
 from tests.systems.ufs.fields.test_layouts import LAYOUTS
 from tests.systems.ufs.hostile_files import FORMATS, HOSTILE, NAMES, good, values
 
+from lockstep.systems.ufs.decoding import Damaged, check_whole
 from lockstep.systems.ufs.export import export_net, load_program, load_script
 from lockstep.systems.ufs.fields import VARIABLES
 from lockstep.systems.ufs.fields.bands import Selection, keep_bands
 from lockstep.systems.ufs.fields.rows import Scale, gather
 from lockstep.systems.ufs.fields.sources import find_sources
 from lockstep.systems.ufs.model import SeaIceNet
-from lockstep.systems.ufs.netcdf.decode import Damaged, check_whole
 from lockstep.systems.ufs.report.scores import physical
 
 INPUTS = NAMES

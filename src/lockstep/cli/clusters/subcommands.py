@@ -182,7 +182,7 @@ def doctor(
     with ending_at_interrupt():
         from rich.console import Console
 
-        from lockstep.cli.clusters.doctor import command
+        from lockstep.cli.clusters import doctor as command
     console = Console()
     with console.status("checking") as status:
         checks = command.run_doctor(
@@ -217,7 +217,7 @@ def comm_profile(
     with importing():
         from rich.console import Console
 
-        from lockstep.cli.clusters.comm_profile import command
+        from lockstep.cli.clusters import comm_profile as command
     options = command.Options(ranks, launcher, sizes, seconds, device, json, plot, torch)
     leave(command.comm_profile(options, Console()))
 
@@ -261,7 +261,7 @@ def plan(
     with importing():
         from rich.console import Console
 
-        from lockstep.cli.clusters.plan import command
+        from lockstep.cli.clusters import plan as command
     profiles = tuple(profile or ())
     options = command.Options(
         ranks, ranks_per_host, profiles, network, mtbf, launcher, seconds, rounds, json

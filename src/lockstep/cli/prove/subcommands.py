@@ -71,7 +71,7 @@ def chaos(
     with importing(quiet):
         from rich.console import Console
 
-        from lockstep.cli.prove.chaos import command
+        from lockstep.cli.prove import chaos as command
     number = (1 if hosts else 4) if ranks is None else ranks
     victims = command.Ranks(number, launcher or "mpi", replace, hosts)
     console = Console(file=sys.stdout)  # this one: what ranks print has a reader of its own

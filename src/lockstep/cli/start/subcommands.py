@@ -246,7 +246,7 @@ def sweep(
     """
     with ending_at_interrupt():
         from lockstep.cli.clusters.slurm import job_file
-        from lockstep.cli.start.sweep import command
+        from lockstep.cli.start import sweep as command
     job = None if slurm is None else job_file(slurm, {})
     options = command.Options(folder, ranks, launcher, jobs, retry, dry_run, metric, job, submit)
     leave(command.sweep(target, values, options))

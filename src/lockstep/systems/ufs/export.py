@@ -30,7 +30,7 @@ from lockstep.systems.ufs.fields.rows import Rows
 from lockstep.systems.ufs.fields.scenes import Moment
 from lockstep.systems.ufs.fields.sources import Source
 from lockstep.systems.ufs.model import SeaIceNet
-from lockstep.systems.ufs.netcdf.file import new_netcdf
+from lockstep.systems.ufs.netcdf_file import new_netcdf
 
 TORCHSCRIPT = "emulator.ts"
 EXPORTED = "emulator.pt2"

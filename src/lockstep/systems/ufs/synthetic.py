@@ -26,7 +26,7 @@ from lockstep.systems.ufs.fields import (
     VARIABLES,
     Variable,
 )
-from lockstep.systems.ufs.netcdf.file import new_netcdf
+from lockstep.systems.ufs.netcdf_file import new_netcdf
 
 Floats = npt.NDArray[np.floating[Any]]
 Fields = dict[str, npt.NDArray[np.float32]]

@@ -9,7 +9,7 @@ import netCDF4
 import numpy as np
 import pytest
 
-from lockstep.systems.ufs.netcdf.decode import KEYS, Unusable, decoded
+from lockstep.systems.ufs.decoding import KEYS, Unusable, decoded
 
 TYPES = ("i1", "u1", "i2", "u2", "i4", "f4", "f8")
 

@@ -22,11 +22,11 @@ from tests.systems.ufs.hostile_files import (
 )
 
 from lockstep.errors import DataError
+from lockstep.systems.ufs import netcdf_file
+from lockstep.systems.ufs.decoding import Damaged, check_whole
 from lockstep.systems.ufs.fields.bands import Selection, keep_bands
 from lockstep.systems.ufs.fields.rows import Rows, gather
 from lockstep.systems.ufs.fields.sources import find_sources
-from lockstep.systems.ufs.netcdf import file as netcdf_file
-from lockstep.systems.ufs.netcdf.decode import Damaged, check_whole
 
 SELECTION = Selection((*NAMES, "aice"), "both")
 

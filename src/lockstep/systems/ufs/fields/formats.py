@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.errors import DataError
+from lockstep.systems.ufs.decoding import Masked
 from lockstep.systems.ufs.fields import (
     OCEAN_MASKS,
     THICKNESS,
@@ -25,8 +26,7 @@ from lockstep.systems.ufs.fields.grids import (
     wrong_dims,
 )
 from lockstep.systems.ufs.fields.scenes import Bools, Moment, Scene, closed_on_error, moments
-from lockstep.systems.ufs.netcdf.decode import Masked
-from lockstep.systems.ufs.netcdf.file import NetcdfFile
+from lockstep.systems.ufs.netcdf_file import NetcdfFile
 
 MOST_THICKNESS = 500.0
 """A cell thicker than this, in m, is not a surface cell of the ocean."""

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import DataError
-from lockstep.systems.ufs.netcdf.decode import Masked, printable
-from lockstep.systems.ufs.netcdf.file import NetcdfFile
+from lockstep.systems.ufs.decoding import Masked, printable
+from lockstep.systems.ufs.netcdf_file import NetcdfFile
 
 Coordinates = tuple[Masked, Masked]
 """Latitude and longitude, of one shape."""

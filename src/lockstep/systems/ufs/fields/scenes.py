@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import DataError
+from lockstep.systems.ufs.decoding import Masked
 from lockstep.systems.ufs.fields import VARIABLES, Variable, conversion
 from lockstep.systems.ufs.fields.grids import Coordinates, filled
-from lockstep.systems.ufs.netcdf.decode import Masked
-from lockstep.systems.ufs.netcdf.file import NetcdfFile, netcdf4
+from lockstep.systems.ufs.netcdf_file import NetcdfFile, netcdf4
 
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]

@@ -1,9 +1,9 @@
 """Small programs that ranks run to show that something works, under any launcher.
 
-    mpirun -n 4 python -m lockstep.cli.clusters.doctor.probe collectives shared
-    torchrun --nproc-per-node 4 -m lockstep.cli.clusters.doctor.probe collectives
-    srun -n 4 python -m lockstep.cli.clusters.doctor.probe collectives
-    mpirun --with-ft ulfm -n 3 python -m lockstep.cli.clusters.doctor.probe survive
+    mpirun -n 4 python -m lockstep.cli.clusters.doctor_probe collectives shared
+    torchrun --nproc-per-node 4 -m lockstep.cli.clusters.doctor_probe collectives
+    srun -n 4 python -m lockstep.cli.clusters.doctor_probe collectives
+    mpirun --with-ft ulfm -n 3 python -m lockstep.cli.clusters.doctor_probe survive
 
 Each rank prints a line of JSON for each thing it has tried; the exit code is 1 if any failed.
 """
@@ -120,7 +120,7 @@ PATIENCE_S = 30.0
 
 def main(argv: list[str] | None = None) -> int:
     """Run the probes named on the command line, in that order; 1 if any failed on this rank."""
-    parser = argparse.ArgumentParser(prog="python -m lockstep.cli.clusters.doctor.probe")
+    parser = argparse.ArgumentParser(prog="python -m lockstep.cli.clusters.doctor_probe")
     parser.add_argument("probes", nargs="+", choices=["collectives", "shared", "survive"])
     parser.add_argument("--backend", choices=["mpi4py", "gloo", "nccl"])
     arguments = parser.parse_args(argv)

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from lockstep.cli.clusters.plan.measuring import Measuring, measure
+from lockstep.cli.clusters.plan_measuring import Measuring, measure
 from lockstep.cli.options import check_writable, shown_status
 from lockstep.config.parsing import option_numbers
 from lockstep.errors import ConfigError

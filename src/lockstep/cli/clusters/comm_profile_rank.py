@@ -1,6 +1,6 @@
 """A rank that measures communication, started by the command or by any other launcher.
 
-    mpirun -n 2 python -m lockstep.cli.clusters.comm_profile.rank '{"sizes": [1024], "seconds": 5}'
+    mpirun -n 2 python -m lockstep.cli.clusters.comm_profile_rank '{"sizes": [1024], "seconds": 5}'
 
 Rank 0 prints the profile as a line of JSON; an error is a line that begins with `error: `.
 """
@@ -21,13 +21,13 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from lockstep.cli.clusters.comm_profile.calls import (
+from lockstep.cli.clusters.comm_profile_calls import (
     grouped,
     joined,
     joined_torch,
     open_torch,
 )
-from lockstep.cli.clusters.comm_profile.profiler import (
+from lockstep.cli.clusters.comm_profile_profiler import (
     Facts,
     Profiler,
     facts_of,
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
 
 def command(request: Request) -> list[str]:
     """The command with which a rank runs this module."""
-    module = "lockstep.cli.clusters.comm_profile.rank"
+    module = "lockstep.cli.clusters.comm_profile_rank"
     return [sys.executable, "-m", module, json.dumps(asdict(request))]
 
 

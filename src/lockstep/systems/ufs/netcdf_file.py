@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.errors import DataError, LockstepError, needing
-from lockstep.systems.ufs.fields import accepted, spelt
-from lockstep.systems.ufs.netcdf.decode import (
+from lockstep.systems.ufs.decoding import (
     KEYS,
     Masked,
     Unusable,
@@ -30,6 +29,7 @@ from lockstep.systems.ufs.netcdf.decode import (
     decoded,
     printable,
 )
+from lockstep.systems.ufs.fields import accepted, spelt
 
 MOST_CPU_S = 5.0
 """Processor time that opening a file or reading one piece may take; they take milliseconds."""

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from lockstep.cli.look.report import print_table
-from lockstep.cli.start.sweep.grid import Grid
+from lockstep.cli.start.sweep_grid import Grid
 from lockstep.config.files import open_regular
 from lockstep.errors import ConfigError, LaunchError, file_errors
 from lockstep.launching.host.parent_watch import bound_to_parent

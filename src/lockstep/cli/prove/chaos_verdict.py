@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from lockstep.cli.prove.chaos.plan import Incident, What
+from lockstep.cli.prove.chaos_plan import Incident, What
 from lockstep.cli.prove.repeated import Row as Evaluation
 from lockstep.cli.prove.repeated import evaluated, first_different_evaluation, num_evaluations
 from lockstep.observe.text import count

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 import lockstep
-from lockstep.cli.clusters.comm_profile.calls import ENGINE_CALLS, TORCH_CALLS, Group
-from lockstep.cli.clusters.comm_profile.meter import LEAST, Meter, Timed, start_of
+from lockstep.cli.clusters.comm_profile_calls import ENGINE_CALLS, TORCH_CALLS, Group
+from lockstep.cli.clusters.comm_profile_meter import LEAST, Meter, Timed, start_of
 from lockstep.comm.transport import Transport
 from lockstep.engine.digests import processor
 from lockstep.engine.step.memory import memory_limits

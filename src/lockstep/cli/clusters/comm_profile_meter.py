@@ -11,7 +11,7 @@ from time import perf_counter
 
 import torch
 
-from lockstep.cli.clusters.comm_profile.calls import filled
+from lockstep.cli.clusters.comm_profile_calls import filled
 from lockstep.comm.shared_memory import are_on_one_host
 from lockstep.comm.transport import Transport
 

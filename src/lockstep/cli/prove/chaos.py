@@ -17,10 +17,10 @@ from typing import Any
 from rich.console import Console
 
 from lockstep.cli.options import folder_for, shown_status
-from lockstep.cli.prove.chaos.host_faults import Faults, Struck, render_struck
-from lockstep.cli.prove.chaos.hosts import Hosts
-from lockstep.cli.prove.chaos.plan import HANG_TIMEOUT_S, STALL_S, Group, Incident, What, draw
-from lockstep.cli.prove.chaos.verdict import (
+from lockstep.cli.prove.chaos_host_faults import Faults, Struck, render_struck
+from lockstep.cli.prove.chaos_hosts import Hosts
+from lockstep.cli.prove.chaos_plan import HANG_TIMEOUT_S, STALL_S, Group, Incident, What, draw
+from lockstep.cli.prove.chaos_verdict import (
     Effect,
     Row,
     Trained,

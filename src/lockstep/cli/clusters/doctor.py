@@ -18,8 +18,8 @@ import torch.distributed as dist
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.cli.clusters.doctor.checks import Check, local_checks
-from lockstep.cli.clusters.doctor.probe import COLLECTIVES
+from lockstep.cli.clusters.doctor_checks import Check, local_checks
+from lockstep.cli.clusters.doctor_probe import COLLECTIVES
 from lockstep.errors import LaunchError
 from lockstep.launching.job.commands import (
     RankCommand,
@@ -127,8 +127,8 @@ def _torchrun_checks(backend: str, num_ranks: int, fix: str) -> Iterator[Check]:
 
 
 def probe(*arguments: str) -> list[str]:
-    """The command with which a rank runs `lockstep.cli.clusters.doctor.probe`."""
-    return [sys.executable, "-m", "lockstep.cli.clusters.doctor.probe", *arguments]
+    """The command with which a rank runs `lockstep.cli.clusters.doctor_probe`."""
+    return [sys.executable, "-m", "lockstep.cli.clusters.doctor_probe", *arguments]
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from lockstep.cli.clusters.comm_profile.command import profile_of
-from lockstep.cli.clusters.comm_profile.profiler import versions
-from lockstep.cli.clusters.comm_profile.rank import Request
-from lockstep.cli.clusters.comm_profile.rank import command as profile_argv
-from lockstep.cli.clusters.plan.probes import Probe, Prober, Shape
+from lockstep.cli.clusters.comm_profile import profile_of
+from lockstep.cli.clusters.comm_profile_profiler import versions
+from lockstep.cli.clusters.comm_profile_rank import Request
+from lockstep.cli.clusters.comm_profile_rank import command as profile_argv
+from lockstep.cli.clusters.plan_probes import Probe, Prober, Shape
 from lockstep.config import TrainConfig
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.optimizer.choice import is_elementwise

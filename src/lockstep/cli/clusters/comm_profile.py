@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lockstep.cli.clusters.comm_profile.rank import Request, command, measured
+from lockstep.cli.clusters.comm_profile_rank import Request, command, measured
 from lockstep.cli.options import check_writable, shown_status
 from lockstep.errors import (
     ConfigError,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from lockstep.cli.prove.chaos.hosts import POLL_S, Hosts
+from lockstep.cli.prove.chaos_hosts import POLL_S, Hosts
 from lockstep.errors import LaunchError, RankFailure
 from lockstep.launching.host.processes import send
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.cli.clusters.slurm import JobFile, array, deliver, with_threads
-from lockstep.cli.start.sweep.grid import Grid, Point, grid, state_of
-from lockstep.cli.start.sweep.pool import (
+from lockstep.cli.start.sweep_grid import Grid, Point, grid, state_of
+from lockstep.cli.start.sweep_pool import (
     Job,
     ordered_by,
     print_outcome,

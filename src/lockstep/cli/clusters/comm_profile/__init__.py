@@ -1,1 +1,0 @@
-"""`lockstep comm-profile`: what communication costs here, by operation and size."""

@@ -1,1 +1,0 @@
-"""`lockstep plan`: measures a task for a while, and predicts it on other numbers of ranks."""

@@ -1,1 +1,0 @@
-"""`lockstep sweep`: a grid of configs, a run of each."""

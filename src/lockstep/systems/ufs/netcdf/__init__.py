@@ -1,1 +1,0 @@
-"""One NetCDF file: opened with care, its numbers decoded."""
