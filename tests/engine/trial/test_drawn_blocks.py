@@ -195,16 +195,17 @@ def test_shapes_are_there_always() -> None:
 
 
 class Untrained(InUnits):
-    """An optimizer without the embedding."""
+    """An optimizer without the embedding, and with a bias that is frozen."""
 
     def build_optimizer(self, model: Any) -> Any:
+        model.blocks[0].up.bias.requires_grad_(False)
         return torch.optim.SGD(model.blocks.parameters(), lr=0.1)
 
 
 def test_what_no_optimizer_has_is_drawn_at_once() -> None:
     def body(transport: ThreadTransport) -> list[bool]:
         parts = begun(Untrained, models.Decoder, transport, init="by_name", sharding="parameters")
-        return [is_released(p) for p in (parts.model.words.weight, parts.model.norm.bias)]  # type: ignore[union-attr,arg-type]
+        return [is_released(p) for p in (parts.model.words.weight, parts.model.blocks[0].up.bias)]  # type: ignore[union-attr,arg-type]
 
     assert on_ranks(2, body) == [[False, False]] * 2
 

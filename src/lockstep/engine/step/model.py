@@ -253,7 +253,8 @@ def built(task: Task, config: TrainConfig, device: torch.device) -> Built:
         checked = check_optimizer(optimizer, model, config)
     _check_closure_fits(task, model, checked)
     if draws is not None:
-        trained = {id(p) for group in checked.param_groups for p in group["params"]}
+        groups = checked.param_groups
+        trained = {id(p) for group in groups for p in group["params"] if p.requires_grad}
         for parameter in model.parameters():
             if id(parameter) not in trained and is_released(parameter):
                 parameter.data = draws.make(parameter).to(device)
