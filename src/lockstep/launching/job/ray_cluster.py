@@ -26,7 +26,7 @@ from lockstep.errors import LaunchError, LockstepError
 from lockstep.launching.host.coordinator import Coordinator
 from lockstep.launching.host.line import Terms
 from lockstep.launching.host.output_pump import pumped_output
-from lockstep.launching.job.ray_node import PACKAGE, Node, Work
+from lockstep.launching.job.ray_node import PACKAGE, Node, Work, variables_of_ranks
 
 OLDEST, BEFORE = (2, 40), (3,)
 """Versions of Ray that are known to work: from the first one on, before the second one."""
@@ -220,7 +220,7 @@ class _Driver:
         listener = socket.create_server((ray.util.get_node_ip_address(), 0))
         host, port = listener.getsockname()
         self._work = Work(
-            f"{host}:{port}", terms, os.getcwd(), _run_dir(), _variables(request.stop_file),
+            f"{host}:{port}", terms, os.getcwd(), _run_dir(), variables_of_ranks(request.stop_file),
             request.threads, _contents(request.fd),
         )  # fmt: skip
         self._coordinator = _Coordinator(listener, terms, out)
@@ -316,15 +316,6 @@ class _Driver:
 
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-
-
-def _variables(stop_file: str) -> dict[str, str]:
-    """The environment variables that the ranks get from this process: those of Lockstep."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith("LOCKSTEP_") and name != stop_file
-    }
 
 
 def _run_dir() -> str:

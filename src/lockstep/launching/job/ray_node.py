@@ -53,6 +53,15 @@ class Work:
     task: bytes = b""
 
 
+def variables_of_ranks(stop_file: str) -> dict[str, str]:
+    """The environment variables that the ranks get from this process: those of Lockstep."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("LOCKSTEP_") and name != stop_file
+    }
+
+
 class Node:
     """The actor on a node."""
 
