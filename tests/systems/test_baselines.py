@@ -14,9 +14,9 @@ import torch
 from lockstep.config import TrainConfig
 from lockstep.data.images import embedded_digits, simple_classifiers
 from lockstep.observe.baselines import Beside, beside_baselines, keep, kept, table
-from lockstep.systems.hrm.baselines import simple_answers
 from lockstep.systems.hrm.config import HrmConfig
 from lockstep.systems.hrm.puzzles import puzzles_of
+from lockstep.systems.hrm.reports.rules import simple_answers
 from lockstep.systems.sketched.task import Sketched, SketchedConfig
 from lockstep.systems.ufs.baselines import simple_predictions
 

@@ -179,12 +179,8 @@ def _on_hosts(
     env = os.environ | faults.to_env([], pace=faults.Pace(pace_s, str(pace)))
     if alone.is_script:
         env |= Session(str(run_dir), True, alone.kept, False, absolute(target)).to_env()
-    options = (
-        "--rendezvous",
-        f"127.0.0.1:{free_port()}",
-        "--replace",
-        str(max(ranks.replacements, num_faults)),
-    )
+    replaced = str(max(ranks.replacements, num_faults))
+    options = ("--rendezvous", f"127.0.0.1:{free_port()}", "--replace", replaced)
     hosts = Hosts(
         Path.cwd(), ranks.hosts, ranks.number, _HOST_TIMEOUT_S, options, alone.command(run_dir),
         run_dir, folder / "agents.log", env,

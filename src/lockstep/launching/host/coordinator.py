@@ -243,9 +243,8 @@ class Coordinator(Leader):
         if not self._has_begun and not any(other.records for other in self._agents):
             self._ended = KILLED + signum
         elif agent is None or agent.is_in or agent.id == self._own:
-            with_ranks = [other for other in self._agents if other.slots]
-            # Its ranks tell all others. Those of the agent that sends it may all be dying.
-            for other in sorted(with_ranks, key=lambda other: other is agent)[:1]:
+            # The ranks of one tell all others; those of the agent that sends it may be dying.
+            for other in sorted(self._agents, key=lambda a: (not a.slots, a is agent))[:1]:
                 other.line.send(signal=signum)
         else:
             agent.line.send(end=KILLED + signum)

@@ -18,7 +18,6 @@ from lockstep.engine.task import Loss, Task
 from lockstep.hooks import EMA
 from lockstep.nn import SparseEmbedding
 from lockstep.optim import AdamATan2, RowSignSGD
-from lockstep.systems.hrm.baselines import simple_answers
 from lockstep.systems.hrm.config import HrmConfig
 from lockstep.systems.hrm.names import checked_names, names_digest
 from lockstep.systems.hrm.puzzles import Puzzles, puzzles_of
@@ -38,6 +37,7 @@ from lockstep.systems.hrm.reasoning import (
     softmax_cross_entropy,
     stablemax_cross_entropy,
 )
+from lockstep.systems.hrm.reports.rules import simple_answers
 
 Batch = tuple[Tensor, ...]
 """Tokens and labels [B, length], as they are stored: label 0 has no answer. With `puzzle_ids`, also

@@ -35,8 +35,7 @@ from lockstep.systems.quantum.analysis import (
 )
 from lockstep.systems.quantum.circuits.circuit import Circuit
 from lockstep.systems.quantum.config import QuantumConfig
-from lockstep.systems.quantum.interop.files import FORMATS
-from lockstep.systems.quantum.interop.qasm import bound, drawing
+from lockstep.systems.quantum.interop.qasm import FORMATS, bound, drawing
 from lockstep.systems.quantum.simulation.statevector import statevector
 from lockstep.systems.quantum.task import Quantum
 from lockstep.systems.quantum.transformer.model import QuantumTransformer

@@ -22,7 +22,7 @@ from lockstep.quantum import (
 )
 from lockstep.systems.quantum.circuits.angles import parameter
 from lockstep.systems.quantum.circuits.circuit import Circuit, gate, unitary
-from lockstep.systems.quantum.interop.files import FORMATS, from_csv
+from lockstep.systems.quantum.interop.qasm import FORMATS, from_csv
 from lockstep.systems.quantum.simulation.statevector import statevector
 from lockstep.systems.quantum.transformer.model import QuantumTransformer
 
