@@ -4,8 +4,7 @@ It listens at the rendezvous address, assigns slots to the ranks of each host, l
 (`group.py`), and hosts the store in which they find each other. An agent that is silent for some
 seconds is lost with its ranks; its own clock has told it so before, and it has killed them. Where
 etcd elects it (`election.py`), another may take over: agents tell it what they remember of their
-ranks. What some ranks have been told of their generation it tells the others, too, and then that
-this generation is lost.
+ranks. What some ranks know of their generation it tells the others, too, and then that it is lost.
 """
 
 from __future__ import annotations
