@@ -92,7 +92,7 @@ def test_what_is_no_command(here, arguments):
         ("lockstep tr", {"train"}),
         (
             "lockstep quantum ",
-            {"predict", "compare", "draw", "export", "plateau", "expressibility"},
+            {"predict", "draw", "export", "plateau", "expressibility"},
         ),
     ],
 )

@@ -93,7 +93,8 @@ def test_a_file_that_rank_0_cannot_write_ends_all_ranks(tmp_path: Path) -> None:
 
 DYING = """
 import os, signal, sys
-from lockstep.cli.clusters.comm_profile import meter, rank
+from lockstep.cli.clusters import comm_profile_meter as meter
+from lockstep.cli.clusters import comm_profile_rank as rank
 
 RANKS = ("LOCKSTEP_LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "RANK")
 times, calls = meter.Meter.times, []

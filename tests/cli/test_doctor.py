@@ -167,7 +167,8 @@ def test_survival_that_fails_is_tried_again(tmp_path: Path) -> None:
 
 def test_a_probe_that_hangs_says_in_what() -> None:
     code = (
-        "import time; from lockstep.cli.clusters.doctor import probe; probe.PATIENCE_S = 0.2\n"
+        "import time; from lockstep.cli.clusters import doctor_probe as probe\n"
+        "probe.PATIENCE_S = 0.2\n"
         "watch = probe._Watch(probe._Report(2), 'survive'); watch.stage = 'shrinking'\n"
         "time.sleep(600)"
     )

@@ -47,7 +47,7 @@ def refused(done, *parts, code=2):
         (["digits", "-n", "0"], ["-n 0"]),
         (["digits", "-n", "2", "--launcher", "python"], ["--launcher python", "one rank"]),
         (["digits", "--launcher", "bus"], ["--launcher bus", "python, local, mpi, torchrun"]),
-        (["digits", "device=cuda"], ["device='cuda'", "0 GPUs"]),
+        (["digits", "device=cuda"], ["device='cuda'", "a build without CUDA"]),
         (["digits", "activation_checkpointing=[nosuch]"], ["nosuch", "no module"]),
         (["digits", "watch=f1", "steps=12"], ["watch='f1'", "accuracy, loss"]),
         (["digits", "--config", "missing.yaml"], ["missing.yaml"]),

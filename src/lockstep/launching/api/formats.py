@@ -241,7 +241,7 @@ def read_weights(data: bytes) -> dict[str, Tensor]:
 
 
 def _make_program(model: nn.Module, example: Example, about: Mapping[str, str]) -> bytes:
-    program = torch.export.export(model, example.first, dynamic_shapes=_free(example))
+    program = torch.export.export(model, example.first, dynamic_shapes=_free(model, example))
     buffer = BytesIO()
     torch.export.save(program, buffer, extra_files={ABOUT: json.dumps(dict(about))})
     return buffer.getvalue()
@@ -255,7 +255,7 @@ def _run_program(data: bytes) -> Run:
 def _make_script(model: nn.Module, example: Example, about: Mapping[str, str]) -> bytes:
     # A trace keeps one way through the model, whatever later inputs are. Models that may take
     # another one are refused here.
-    torch.export.export(model, example.first, dynamic_shapes=_free(example))
+    torch.export.export(model, example.first, dynamic_shapes=_free(model, example))
     script: Any = torch.jit.trace(model, example.first, check_trace=False, strict=False)  # type: ignore[no-untyped-call]
     buffer = BytesIO()
     torch.jit.save(script, buffer, _extra_files={ABOUT: json.dumps(dict(about))})
@@ -270,7 +270,7 @@ def _run_script(data: bytes) -> Run:
 def _make_onnx(model: nn.Module, example: Example, about: Mapping[str, str]) -> bytes:
     program: Any = torch.onnx.export(
         model, example.first, dynamo=True, input_names=example.names,
-        dynamic_shapes=_free(example), verbose=False,
+        dynamic_shapes=_free(model, example), verbose=False,
     )  # fmt: skip
     program.model.metadata_props.update(about)
     return bytes(program.model_proto.SerializeToString())
@@ -289,7 +289,7 @@ def _run_onnx(data: bytes) -> Run:
     return run
 
 
-def _free(example: Example) -> tuple[dict[int, Any], ...]:
+def _free(model: nn.Module, example: Example) -> tuple[Any, ...]:
     """The dimensions of free size, for torch.export."""
     batch = torch.export.Dim("batch")
 
@@ -297,10 +297,13 @@ def _free(example: Example) -> tuple[dict[int, Any], ...]:
         is_batch = (tensor.shape[dim], other.shape[dim]) == SIZES
         return batch if is_batch else torch.export.Dim.AUTO
 
-    return tuple(
+    free = tuple(
         {dim: size(a, b, dim) for dim in dims}
         for a, b, dims in zip(example.first, example.second, example.dynamic, strict=True)
     )
+    takes_any = inspect.signature(model.forward).parameters.values()
+    is_in_one = any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in takes_any)
+    return (free,) if is_in_one else free  # such as a `Pipeline`, which takes all as a tuple
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -75,10 +76,13 @@ class Digits(Task):
         """The network `config.model` names: images [N, 1, H, W] to logits [N, classes]."""
         config, (height, width) = self.config, self._splits["train"][0].shape[1:]
         classes = 1 + max(int(labels.max()) for _, labels in self._splits.values())
-        if config.model == "mlp":
-            is_cut = config.num_shards > 1
-            return mlp(height * width, config.hidden, classes, config.dropout, is_cut)
-        return cnn(height, width, classes, config.dropout)
+        is_cut = config.model == "mlp" and config.num_shards > 1
+        # Workers of local steps, and features that are cut, pass a model as a whole.
+        row: Row = nn.Sequential if is_cut or config.local.steps > 1 else Pipeline
+        if config.model == "cnn":
+            return shard(cnn(height, width, classes, config.dropout, row), {"10": "vocabulary"})
+        model = mlp(height * width, config.hidden, classes, config.dropout, row)
+        return shard(model, {"1": "column", "4": "row"}) if is_cut else model
 
     def dataset(self, split: str) -> TensorDataset | None:
         """Images [N, 1, H, W] as float32 with mean 0 and deviation 1, labels [N] as int64.
@@ -119,7 +123,13 @@ class Digits(Task):
         return hold_out(by_split, self.config.val_fraction, self.config.test_fraction)
 
 
-def mlp(pixels: int, hidden: int, classes: int, dropout: float, is_cut: bool = False) -> nn.Module:
+Row = Callable[..., nn.Module]
+"""Makes a model of layers in a row."""
+
+
+def mlp(
+    pixels: int, hidden: int, classes: int, dropout: float, row: Row = nn.Sequential
+) -> nn.Module:
     """A perceptron with one hidden layer.
 
     Args:
@@ -127,25 +137,23 @@ def mlp(pixels: int, hidden: int, classes: int, dropout: float, is_cut: bool = F
         hidden: width of the hidden layer.
         classes: number of classes.
         dropout: probability of dropout after the hidden layer, in [0, 1).
-        is_cut: whether its features are cut into shards, rather than its layers into stages.
+        row: makes the model of its layers.
 
     Returns:
         A module from images [N, 1, H, W] to logits [N, classes], float32.
     """
-    layers = (
+    return row(
         nn.Flatten(),
         nn.Linear(pixels, hidden),
         nn.ReLU(),
         nn.Dropout(dropout),
         nn.Linear(hidden, classes),
     )
-    if not is_cut:
-        return Pipeline(*layers)
-    # Features stay cut from the first layer to the last, so no stage can end between them.
-    return shard(nn.Sequential(*layers), {"1": "column", "4": "row"})
 
 
-def cnn(height: int, width: int, classes: int, dropout: float) -> nn.Module:
+def cnn(
+    height: int, width: int, classes: int, dropout: float, row: Row = nn.Sequential
+) -> nn.Module:
     """Two blocks of convolution, batch norm and pooling, and a linear classifier.
 
     Pooling has a fixed window: the adaptive kind has no deterministic gradient on GPUs.
@@ -155,6 +163,7 @@ def cnn(height: int, width: int, classes: int, dropout: float) -> nn.Module:
         width: width of an image in pixels.
         classes: number of classes.
         dropout: probability of dropout before the classifier, in [0, 1).
+        row: makes the model of its layers.
 
     Returns:
         A module from images [N, 1, H, W] to logits [N, classes], float32.
@@ -169,11 +178,10 @@ def cnn(height: int, width: int, classes: int, dropout: float) -> nn.Module:
         ]
 
     features = 64 * -(-height // 4) * -(-width // 4)
-    model = Pipeline(
+    return row(
         *block(1, 32),
         *block(32, 64),
         nn.Flatten(),
         nn.Dropout(dropout),
         nn.Linear(features, classes),
     )
-    return shard(model, {"10": "vocabulary"})
