@@ -114,7 +114,7 @@ def test_the_command_goes_by_the_suffix(
     assert here("train", "digits", "steps=1", "model=cnn", "--run-dir", "run").returncode == 0
     done = here("export", "run", "model.pt2")
     assert done.returncode == 0, done.stderr
-    assert "torch.export of step 1, inputs inputs_0 [*, 1, 8, 8] float32; its outputs" in done.stdout
+    assert "torch.export of step 1, inputs inputs_0 [*, 1, 8, 8] float32; " in done.stdout
     assert (tmp_path / "model.pt2").exists()
     for arguments, message in [
         (("model",), "error: model: digits has no forms of its own; end it in .safetensors, .pt2"),
