@@ -70,7 +70,7 @@ class Loop:
             (1, 2, 4, …, 64) lie in the warm-up.
         dtype: of autocast.
         target: the least ratio of steps a second, Lockstep's to the plain loop's.
-        stand_in: the model of a dry run.
+        dry_model: the model of a dry run.
     """
 
     model: str
@@ -78,19 +78,19 @@ class Loop:
     steps: int
     dtype: str = "fp32"
     target: float = 0.95
-    stand_in: str = "mlp_small"
+    dry_model: str = "mlp_small"
 
 
 _LOOPS = {
     "perceptron, 9,345 parameters, batch 64": Loop("mlp_small", 64, 300, target=3.0),
     "perceptron, 802,314 parameters, batch 256": Loop(
-        "mlp_0p8m", 256, 200, target=3.0, stand_in="mlp_0p8m"
+        "mlp_0p8m", 256, 200, target=3.0, dry_model="mlp_0p8m"
     ),
     "transformer, 26.9 M parameters, batch 8 x 64": Loop(
-        "transformer_27m", 8, 100, stand_in="transformer_tiny"
+        "transformer_27m", 8, 100, dry_model="transformer_tiny"
     ),
     "GPT-2, 124 M parameters, bf16, batch 8 x 1,024": Loop(
-        "gpt_124m", 8, 70, "bf16", stand_in="transformer_tiny"
+        "gpt_124m", 8, 70, "bf16", dry_model="transformer_tiny"
     ),
 }
 
@@ -227,7 +227,7 @@ def _speed(device: str, rounds: int, is_dry: bool) -> Section:
     for text, loop in _LOOPS.items():
         steps, batch = (3, 2) if is_dry else (loop.steps, loop.batch)
         arguments = (
-            "--model", loop.stand_in if is_dry else loop.model, "--batch", str(batch),
+            "--model", loop.dry_model if is_dry else loop.model, "--batch", str(batch),
             "--steps", str(steps), "--warmup", str(steps), "--repeats", "3",
             "--device", device, "--dtype", loop.dtype,
         )  # fmt: skip

@@ -380,7 +380,8 @@ def test_times_of_a_killed_rank():
         (("--faults", "0"), "--faults 0: must be at least 1"),
         (("stepz=3",), "unknown key 'stepz'"),
         (("--launcher", "torchrun"), "--launcher torchrun: must be one of mpi, local"),
-        (("--hosts", "1"), "--hosts 1: must be at least 2"),
+        (("--hosts", "1"), "--hosts 1 -n 1: must be at least 2 and 1"),
+        (("--hosts", "2", "-n", "0"), "--hosts 2 -n 0: must be at least 2 and 1"),
         (("--hosts", "2", "--launcher", "mpi"), "--launcher mpi: leave it out"),
     ],
 )

@@ -62,8 +62,8 @@ def test_ranks_with_gpus_and_threads_need_nodes_that_have_both():
     nodes = [{"CPU": 8, "GPU": 1}, {"CPU": 8, "GPU": 2}, {"CPU": 64}]
     assert layout(3, nodes, {"CPU": 4, "GPU": 1}) == (3, 1)
     assert layout(4, nodes, {"CPU": 4, "GPU": 1}) is None
-    assert RayCluster.of_script(None, ["device=cuda", "threads=4"]) == RayCluster(None, 4, 1)
-    assert RayCluster.of_script("h:1", ["threads=four"]) == RayCluster("h:1", 1, 0)
+    assert RayCluster.of_script(None, ["lr=1", "threads=4"]) == RayCluster(None, 4)
+    assert RayCluster.of_script("h:1", ["threads=four"]) == RayCluster("h:1", 1)
 
 
 @pytest.mark.parametrize("installed", ["2.39.9", "3.0.0", "1.13"])

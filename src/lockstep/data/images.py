@@ -278,6 +278,11 @@ def hold_out(given: dict[str, Labelled], val: float, test: float) -> dict[str, L
     return {name: split for name, split in splits.items() if len(split[1])}
 
 
+def num_classes(splits: Mapping[str, Labelled]) -> int:
+    """The number of classes of all splits: one more than the greatest label."""
+    return 1 + max(int(labels.max()) for _, labels in splits.values())
+
+
 def simple_classifiers(train: Labelled, held_out: Labelled) -> dict[str, dict[str, float]]:
     """What simple classifiers of pixels reach: metrics by their names.
 

@@ -272,9 +272,10 @@ def _placed(
     is_undrawn = flat.draws is not None and not placement.in_slices
     if is_undrawn or (placement.is_split and not is_joining):
         flat = flat.restricted(placement.own, by_block=config.shards_gradients)
-    for segment in range(len(flat.segments) if is_undrawn else 0):
-        (flat.open if is_joining else flat.draw)(segment)
     if is_undrawn:
+        fill = flat.open if is_joining else flat.draw
+        for segment in range(len(flat.segments)):
+            fill(segment)
         flat.draws = None
     if placement.is_split and not is_joining:
         keep(model, placement.own)

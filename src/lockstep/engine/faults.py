@@ -256,7 +256,8 @@ def _plan(env: Mapping[str, str]) -> _Plan:
         return _Plan("", [])
     try:
         plan = as_type(_Plan, parse_object(text))
-        if not all(min(f.delay_s, f.sleep_s, plan.pace.seconds) >= 0 for f in plan.faults):
+        times = [seconds for f in plan.faults for seconds in (f.delay_s, f.sleep_s)]
+        if min([plan.pace.seconds, *times]) < 0:
             raise ValueError("a time is less than 0")
     except ValueError as error:
         raise ConfigError(

@@ -19,7 +19,6 @@ from lockstep.engine.checkpoint.kept_directory import kept_if_refused
 from lockstep.engine.checkpoint.listing import read_hint
 from lockstep.engine.checkpoint.origin import settled
 from lockstep.engine.checkpoint.run_directory import RunDirectory
-from lockstep.engine.recovery import SURVIVABLE
 from lockstep.engine.snapshot.restore import find_snapshot
 from lockstep.engine.task import Task, with_config
 from lockstep.errors import CheckpointError, LaunchError, LockstepError, RankFailure, TaskFailure
@@ -33,8 +32,8 @@ from lockstep.launching.rank.early import INTERRUPTED
 from lockstep.launching.rank.environment import Environment, detect
 from lockstep.launching.remote import carried
 from lockstep.launching.start import (
+    REPLACING,
     RayCluster,
-    check_ray_address,
     rank_command,
     ray_command,
     start_shown,
@@ -99,7 +98,8 @@ def launch(
         KeyboardInterrupt: Ctrl-C came before there was anything to save, or a second time.
     """
     chosen = _check(num_ranks, launcher, replacements)
-    check_ray_address(chosen, ray_address)
+    if ray_address is not None and chosen != "ray":
+        raise LaunchError(f"ray_address={shown(ray_address)}: is for launcher='ray'; add that")
     config = config_of(task, config, keys, "launch")
     check_names_run(run_dir, resume)
     wanted = Session(str(run_dir) if run_dir else None, resume, console=False, quiet=quiet)
@@ -179,9 +179,8 @@ def _check(num_ranks: int, launcher: str | None, replacements: int) -> str:
     for name, value, least in (("num_ranks", num_ranks, 1), ("replacements", replacements, 0)):
         if type(value) is not int or value < least:
             raise LaunchError(f"{name}={shown(value)}: must be an integer of at least {least}")
-    known = (*SURVIVABLE, "ray")
-    if launcher is not None and launcher not in known:
-        raise LaunchError(f"launcher={shown(launcher)}: must be one of {', '.join(known)}")
+    if launcher is not None and launcher not in REPLACING:
+        raise LaunchError(f"launcher={shown(launcher)}: must be one of {', '.join(REPLACING)}")
     return launcher or "local"
 
 

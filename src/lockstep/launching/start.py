@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +26,7 @@ from lockstep.launching.job.commands import (
     mpirun_command,
     python_command,
     rank_environment,
+    threads_of,
     torchrun_command,
 )
 from lockstep.launching.job.ending import Ended, how_ended
@@ -65,16 +65,20 @@ def choose_launcher(launcher: str | None, num_ranks: int, known: Sequence[str] =
     return launcher
 
 
+REPLACING = (*SURVIVABLE, "ray")
+"""Launchers that can replace killed ranks."""
+
+
 def check_replacements(launcher: str, replacements: int) -> None:
     """Refuse to replace killed ranks under a launcher that cannot.
 
     Raises:
         LaunchError: `replacements` is not 0, and this launcher cannot replace ranks.
     """
-    if replacements and launcher not in (*SURVIVABLE, "ray"):
+    if replacements and launcher not in REPLACING:
         raise LaunchError(
             f"--replace {replacements}: the launcher {launcher} cannot replace ranks; use "
-            "-n N --launcher mpi or local"
+            "-n N --launcher mpi, local or ray"
         )
 
 
@@ -95,25 +99,20 @@ class RayCluster:
     Attributes:
         address: of the cluster, `HOST:PORT` or `auto`; None for that of `RAY_ADDRESS`, or `auto`.
         threads: number of threads of each rank, which has so many of Ray's CPUs.
-        gpus: number of GPUs of each rank.
     """
 
     address: str | None = None
     threads: int = 1
-    gpus: int = 0
 
     @classmethod
     def of(cls, address: str | None, config: TrainConfig) -> RayCluster:
-        """What the ranks of a config need; they have GPUs if `device` asks for them."""
-        return cls(address, config.threads, int(config.device.startswith("cuda")))
+        """What the ranks of a config need."""
+        return cls(address, config.threads)
 
     @classmethod
     def of_script(cls, address: str | None, overrides: Sequence[str]) -> RayCluster:
         """The same for a script, by what `key=value` items say of its config."""
-        given = dict(item.split("=", 1) for item in overrides if "=" in item)
-        threads = given.get("threads", "")
-        gpus = int(given.get("device", "").startswith("cuda"))
-        return cls(address, int(threads) if re.fullmatch(r"[1-9]\d{0,3}", threads) else 1, gpus)
+        return cls(address, threads_of(overrides))
 
 
 def ray_command(
@@ -138,7 +137,7 @@ def ray_command(
     address = cluster.address or os.environ.get("RAY_ADDRESS") or "auto"
     check_ray(address)
     request = Request(
-        address, num_ranks, replacements, cluster.threads, cluster.gpus, tuple(argv[1:]),
+        address, num_ranks, replacements, cluster.threads, tuple(argv[1:]),
         STOP_FILE, stop_signals(), *fds,
     )  # fmt: skip
     return RankCommand(tuple(request.argv), num_ranks, "ray", forwards_signals=True, fds=fds)

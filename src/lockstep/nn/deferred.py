@@ -12,6 +12,7 @@ Deferred initialisation as in torchdistX, with the random numbers keyed by names
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -46,7 +47,9 @@ _READS = frozenset(
     }
 )  # fmt: skip
 """Functions that read values without an operation of torch."""
-_SIGNS_OF_NO_VALUES = ("meta", "incompatible tensor type", "not allocated yet", "read-only")
+_NO_VALUES = re.compile(
+    r"\bmeta\b|incompatible tensor type|not allocated yet|destination is read-only", re.IGNORECASE
+)
 """Parts of the messages of torch and numpy where values are missing, or would be lost."""
 _KNOWN: Mapping[Any, Callable[[Tensor], Any]] = {
     Tensor.data_ptr: lambda tensor: memory_of(tensor) + tensor.storage_offset() * tensor.itemsize,
@@ -114,7 +117,7 @@ def build_without_numbers(build: Callable[[], _Model], seed: int) -> tuple[_Mode
     except LockstepError:
         raise
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        if not any(sign in str(error).lower() for sign in _SIGNS_OF_NO_VALUES):
+        if not _NO_VALUES.search(str(error)):
             raise
         reason, where = str(error).splitlines()[0], raised_at(error.__traceback__)
         raise TaskError(

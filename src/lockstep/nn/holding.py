@@ -107,6 +107,10 @@ class Ties:
     def __init__(self, ties: list[Tie]) -> None:
         self._ties = ties
 
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return bool(self._ties)
+
     def __iter__(self) -> Iterator[Tie]:
         """In the order of blocks."""
         return iter(self._ties)

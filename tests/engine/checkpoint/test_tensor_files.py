@@ -20,6 +20,7 @@ from lockstep.engine.checkpoint.tensor_files import (
     in_memory,
     write_tensors,
 )
+from lockstep.errors import EnvironError
 
 TENSORS = {
     "flag": torch.tensor([True, False, True]),
@@ -63,7 +64,7 @@ def test_a_file_is_not_damaged_if_too_many_are_open(
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(tensor_files, "open_to_read", full)
-    with pytest.raises(OSError, match=r"Too many open files"):
+    with pytest.raises(EnvironError, match=r"Too many open files; allow more"):
         MappedFile(tmp_path / "x.safetensors", {"bytes": 1, "sha256": ""})
 
 

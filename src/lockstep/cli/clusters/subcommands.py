@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -158,13 +157,12 @@ def agent(
         from lockstep.launching.host.agent import Agent, rank_argv
         from lockstep.launching.host.line import Rendezvous, Terms
         from lockstep.launching.host.output_pump import pumped_output
-        from lockstep.launching.job.commands import rank_environment
+        from lockstep.launching.job.commands import rank_environment, threads_of
     argv = rank_argv(command)
     where = Rendezvous.parse(rendezvous)
     known = os.environ.get("SLURM_JOB_ID", "") if name is None else name
     terms = Terms(__version__, known, hosts, ranks, replace, host_timeout, tuple(command))
-    threads = [int(w[8:]) for w in command if re.fullmatch(r"threads=[1-9]\d{0,3}", w)]
-    variables = rank_environment(threads[-1] if threads else 1)
+    variables = rank_environment(threads_of(command))
     os.environ.clear()
     os.environ.update(variables)
     with pumped_output():  # a reader that stalls must not stall the coordinator

@@ -78,8 +78,8 @@ class Ranks:
             LaunchError: too few ranks, or a launcher under which none would survive.
         """
         if self.hosts:
-            if self.hosts < 2:
-                raise LaunchError(f"--hosts {self.hosts}: must be at least 2, for one has to stay")
+            if min(self.hosts - 1, self.number) < 1:
+                raise LaunchError(f"--hosts {self.hosts} -n {self.number}: must be at least 2 and 1")
             return
         if self.number < 2:
             raise LaunchError(f"-n {self.number}: must be at least 2, for some have to survive")

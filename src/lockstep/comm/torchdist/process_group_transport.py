@@ -322,7 +322,8 @@ class ProcessGroupTransport(GroupTransport):
         calls = self.call_ring.subgroup(ranks)
         own = Subgroup(self, made[number], ranks.index(self.rank), len(ranks), calls)
         if self.name != "gloo":
-            own.back = [dist.new_group(list(ranks)) for ranks in groups][number]
+            back = [dist.new_group(list(r), timeout=timeout, backend=self.name) for r in groups]
+            own.back = back[number]
         return own
 
     def is_damaged(self) -> bool:

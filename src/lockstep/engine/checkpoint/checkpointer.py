@@ -34,7 +34,7 @@ from lockstep.engine.snapshot.restore import restore, restore_own, start_from
 from lockstep.engine.snapshot.resumable import check_meta, check_training_state, stretch
 from lockstep.engine.task.task_config import length_reads
 from lockstep.engine.training_data import share_places
-from lockstep.errors import CheckpointError, EnvironError
+from lockstep.errors import CheckpointError, RunDirectoryError, file_errors
 
 _UNKNOWN = "what it read under an earlier version is not known"
 
@@ -289,14 +289,9 @@ class Checkpointer:
         def read() -> None:
             nonlocal snapshot, folder, skipped
             self._writer.wait()  # in the middle of a run, one may still be being written
-            try:
-                with self._runtime.heartbeat.on_disk():
-                    snapshot, folder, skipped = checkpoint.newest_valid(self._root, is_mapped=True)
-            except OSError as error:
-                raise EnvironError(
-                    f"{self._root}: cannot be read: {error.strerror}; allow more open files "
-                    "(ulimit -n), memory (ulimit -v) or mappings (vm.max_map_count), then resume"
-                ) from None
+            kept = file_errors(RunDirectoryError, self._root, "read")
+            with kept, self._runtime.heartbeat.on_disk():
+                snapshot, folder, skipped = checkpoint.newest_valid(self._root, is_mapped=True)
 
         on_first(self._transport, read)
 

@@ -30,7 +30,7 @@ from lockstep.config.parsing import parse_object
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.tensor_files import Kind, Tensors, grouped, index_name, index_of
-from lockstep.errors import CheckpointError
+from lockstep.errors import LockstepError
 
 _ROUND_BYTES = 16 << 20
 """About the most bytes that a rank receives in a round, unless a tensor is larger."""
@@ -381,13 +381,13 @@ def opened_everywhere(
     told: tuple[str, str, list[int]] | None = None
     if snapshot is not None and snapshot.folder is not None:
         folder = snapshot.folder.resolve()
-        with suppress(CheckpointError):  # it was removed meanwhile
+        with suppress(LockstepError, OSError):  # it was removed meanwhile, or has no room
             digest = checkpoint.read_manifest(folder)["sha256"]
             told = (str(folder), digest, listing.stamp_of(folder))
     told = transport.gather_json(told)[0]
     opened = snapshot if transport.rank == 0 else None
     if transport.rank != 0 and told is not None:
-        with suppress(CheckpointError, OSError), transport.observer.on_disk():
+        with suppress(LockstepError, OSError), transport.observer.on_disk():
             folder = Path(told[0])
             is_same = listing.stamp_of(folder) == told[2]
             if is_same and checkpoint.read_manifest(folder)["sha256"] == told[1]:

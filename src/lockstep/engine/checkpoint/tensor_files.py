@@ -30,7 +30,7 @@ from lockstep.config.files import open_to_read
 from lockstep.config.parsing import as_type, parse_object
 from lockstep.engine.checkpoint.listing import SUFFIX
 from lockstep.engine.digests import memory_of
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, EnvironError
 
 FILE_BYTES = 256 << 20
 """Greatest size of the tensors in a file, unless a single one is larger."""
@@ -261,7 +261,7 @@ class MappedFile:
             try:
                 self._storage = torch.UntypedStorage.from_file(place, False, expected["bytes"])
             except RuntimeError as error:
-                raise OSError(errno.ENOMEM, f"{path}: cannot be mapped: {error}") from None
+                raise _no_room(path, str(error)) from None
         self._bytes = torch.empty(0, dtype=torch.uint8).set_(self._storage)  # type: ignore[arg-type]
         try:
             self.tensors = dict(self._found())
@@ -331,14 +331,21 @@ def _opened(path: Path, expected: Mapping[str, Any], is_hashed: bool = False) ->
     return file
 
 
+def _no_room(path: Path, reason: str | None) -> EnvironError:
+    return EnvironError(
+        f"{path}: cannot be read: {reason}; allow more open files (ulimit -n), memory (ulimit -v) "
+        "or mappings (vm.max_map_count), then start again"
+    )
+
+
 def unreadable(path: Path, error: OSError) -> CheckpointError:
     """The error for a file that cannot be read.
 
     Raises:
-        OSError: this process has no room for it, which says nothing about the file.
+        EnvironError: this process has no room for it, which says nothing about the file.
     """
     if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-        raise error
+        raise _no_room(path, error.strerror) from None
     return CheckpointError(f"{path}: cannot be read: {error.strerror}")
 
 

@@ -91,8 +91,9 @@ class Headers:
         is_alone = len(values) == 1
         self._most: list[float] = (values[0] if is_alone else values.max(axis=0)).tolist()
         self._least: list[float] = self._most if is_alone else values.min(axis=0).tolist()
-        has_failed, stop, self.grows, _, _, is_suspicious, *_ = self._most
-        self.has_failed, self.is_suspicious = bool(has_failed), bool(is_suspicious)
+        has_failed, stop, grows, _, _, is_suspicious, *_ = self._most
+        self.has_failed, self.grows = bool(has_failed), bool(grows)
+        self.is_suspicious = bool(is_suspicious)
         self.stop_reason = STOP_REASONS[int(stop)]
         self.times = values[:, _NUM_OWN:_NUM_FIXED]
 
@@ -271,8 +272,8 @@ class StepSums:
     def _note_asked(self, own: Header, headers: Headers) -> None:
         """Know what code has asked for on any rank, also if that rank is lost afterwards."""
         # In most steps there is nothing to add.
-        if headers.asked != own.asked and self._asked is not None:
-            self._asked.add_bits(headers.asked)
+        if (asked := headers.asked) != own.asked and self._asked is not None:
+            self._asked.add_bits(asked)
 
     def _headers(self, own: Header) -> Headers:
         """The headers of all ranks, in a message of their own, which comes before the sums."""

@@ -100,7 +100,7 @@ class Workspace:
 
         row = row_of(parts.model)
         # Gradients of tied parameters come together after a backward pass only.
-        has_ties = row is not None and any(True for _ in row.ties)
+        has_ties = row is not None and bool(row.ties)
 
         def at(moment: Moment) -> None:
             runtime.at(moment, placement.step)

@@ -72,7 +72,8 @@ def find_device(wanted: str, environment: Environment) -> torch.device:
     is_of_agent = environment.host_timeout_s > 0  # whose groups of ranks over NCCL nobody has tried
     if is_of_agent and wanted in ("cuda", "accelerator"):
         raise ConfigError(
-            f"device={wanted!r}: ranks of `lockstep agent` compute on CPUs; set device=cpu"
+            f"device={wanted!r}: ranks of agents (`lockstep agent`, --launcher ray) compute on "
+            "CPUs; set device=cpu"
         )
     if wanted == "cpu" or (wanted == "auto" and is_of_agent):
         return torch.device("cpu")

@@ -220,6 +220,12 @@ def is_one_host(env: Mapping[str, str]) -> bool:
     return "SLURM_JOB_ID" not in env or env.get("SLURM_JOB_NUM_NODES") == "1"
 
 
+def threads_of(items: Sequence[str]) -> int:
+    """The threads of each rank by `key=value` items, whose last one counts; 1 if none says so."""
+    found = [item for item in items if re.fullmatch(r"threads=[1-9]\d{0,3}", item)]
+    return int(found[-1].removeprefix("threads=")) if found else 1
+
+
 def rank_environment(threads: int, base: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment variables to start ranks with.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import selectors
 import signal
 import socket
 import sys
@@ -24,6 +25,7 @@ from typing import Any, TextIO
 
 from lockstep.errors import LaunchError, LockstepError
 from lockstep.launching.host.coordinator import Coordinator
+from lockstep.launching.host.group import KILLED
 from lockstep.launching.host.line import Terms
 from lockstep.launching.host.output_pump import pumped_output
 from lockstep.launching.job.ray_node import PACKAGE, Node, Work, variables_of_ranks
@@ -50,7 +52,6 @@ class Request:
         num_ranks: number of ranks.
         replacements: greatest number of processes to start in the place of killed ones.
         threads: number of threads of each rank, so of its cores.
-        gpus: number of GPUs of each rank.
         command: arguments of the interpreter in each rank.
         stop_file: environment variable with the path of the file with the reason of a stop.
         stops: the signals that reasons stand for.
@@ -61,7 +62,6 @@ class Request:
     num_ranks: int
     replacements: int
     threads: int
-    gpus: int
     command: tuple[str, ...]
     stop_file: str
     stops: Mapping[str, int]
@@ -75,7 +75,7 @@ class Request:
     @property
     def per_rank(self) -> Mapping[str, float]:
         """What a rank needs of a node, by Ray's names."""
-        return {"CPU": self.threads} | ({"GPU": self.gpus} if self.gpus else {})
+        return {"CPU": self.threads}
 
 
 def check_ray(address: str) -> None:
@@ -157,7 +157,7 @@ class _Coordinator(Coordinator):
         self._asked: list[int] = []
         self._wake, self._waker = socket.socketpair()
         self._wake.setblocking(False)
-        self._selector.register(self._wake, 1, "wake")  # EVENT_READ
+        self._selector.register(self._wake, selectors.EVENT_READ, "wake")
 
     @property
     def exit_code(self) -> int | None:
@@ -243,9 +243,9 @@ class _Driver:
             for node in nodes:
                 self._ray.kill(node)
             self._ray.util.remove_placement_group(group)
-        code = self._coordinator.exit_code
-        assert code is not None
-        return code
+        if self._coordinator.exit_code is None:
+            raise LaunchError("--launcher ray: the coordinator has failed; its error is above")
+        return self._coordinator.exit_code
 
     def _layout(self, nodes: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
         """As `layout`, for a cluster that may grow.
@@ -272,7 +272,6 @@ class _Driver:
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         return actor.options(
             num_cpus=self._request.threads * self._ranks,
-            num_gpus=self._request.gpus * self._ranks,
             scheduling_strategy=strategy(group, placement_group_bundle_index=bundle),
         ).remote()
 
@@ -302,7 +301,7 @@ class _Driver:
             print(said, end="", file=sys.stderr, flush=True)
         if self._coordinator.exit_code is not None:
             return False
-        if code > 128:  # it was killed, and its ranks with it
+        if code > KILLED:  # it was killed, and its ranks with it
             return True
         if not self._coordinator.has_begun:
             self._coordinator.end(code or 1)

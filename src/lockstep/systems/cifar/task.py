@@ -32,6 +32,7 @@ from lockstep.data.images import (
     hold_out,
     idx_digits,
     mean_and_deviation,
+    num_classes,
     simple_classifiers,
 )
 from lockstep.data.random import generator
@@ -244,7 +245,7 @@ class Cifar(Task):
 
     def build_model(self) -> nn.Module:
         """A residual network: images [N, C, H, W] to logits [N, classes]."""
-        classes = 1 + max(int(labels.max()) for _, labels in self._splits.values())
+        classes = num_classes(self._splits)
         channels = self._splits["train"][0].shape[1]
         return ResidualNetwork(channels, self.config.width, self.config.depth, classes)
 

@@ -26,6 +26,7 @@ from lockstep.data.images import (
     hold_out,
     idx_digits,
     mean_and_deviation,
+    num_classes,
     simple_classifiers,
 )
 from lockstep.engine.task import Loss, Task
@@ -75,7 +76,7 @@ class Digits(Task):
     def build_model(self) -> nn.Module:
         """The network `config.model` names: images [N, 1, H, W] to logits [N, classes]."""
         config, (height, width) = self.config, self._splits["train"][0].shape[1:]
-        classes = 1 + max(int(labels.max()) for _, labels in self._splits.values())
+        classes = num_classes(self._splits)
         is_cut = config.model == "mlp" and config.num_shards > 1
         # Workers of local steps, and features that are cut, pass a model as a whole.
         row: Row = nn.Sequential if is_cut or config.local.steps > 1 else Pipeline

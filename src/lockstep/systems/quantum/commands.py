@@ -149,10 +149,11 @@ def export_circuit(
     task, model, _ = _trained(run_dir, which)
     kind = FORMATS[format]
     circuit = _circuit(task, model, sentence)
-    circuit = bound(circuit, model.angles.detach()[task.best_restart(model)].flatten())
+    restart = task.best_restart(model)
+    circuit = bound(circuit, model.angles.detach()[restart].flatten())
     content = kind.write(circuit)
     batch = task.collate([(torch.tensor(task.rows(model, sentence)), 0)])
-    wanted = float(model(batch).detach()[task.best_restart(model), 0])
+    wanted = float(model(batch).detach()[restart, 0])
     found = float(statevector(kind.read(content))[0].abs().square())
     close = _READ_BACK if model.angles.dtype == torch.float64 else _READ_BACK_SINGLE
     if not math.isclose(wanted, found, rel_tol=close, abs_tol=close**2):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -218,19 +218,21 @@ def corpora(config: QuantumConfig) -> dict[str, list[Sentence]]:
     return found
 
 
-def splits(config: QuantumConfig) -> dict[str, list[Sentence]]:
+def splits(
+    config: QuantumConfig, found: Mapping[str, list[Sentence]]
+) -> Mapping[str, list[Sentence]]:
     """The sentences of `train`, and of `val` and `test` if there are any.
 
-    Raises:
-        DataError: as `corpora`.
+    Args:
+        config: says what is held out.
+        found: what `corpora` gives for it.
     """
-    found = corpora(config)
     if config.validate_on == "train":
-        return found | {"val": found["train"]}
+        return {**found, "val": found["train"]}
     if "val" in found or config.corpus is None or not config.val_fraction:
         return found
     train, val = grammar.held_out(found["train"], config.val_fraction)
-    return found | {"train": train, "val": val} if val else found
+    return {**found, "train": train, "val": val} if val else found
 
 
 class Corpus(Dataset[tuple[Tensor, int]]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -301,13 +302,17 @@ class Quantum(Task):
     @cached_property
     def vocabulary(self) -> dict[str, int]:
         """Word to row, in the order of first appearance in `corpora`, whatever is held out."""
-        every = [word for split in corpora(self.config).values() for s in split for word in s]
+        every = [word for split in self._corpora.values() for s in split for word in s]
         return {word: row for row, word in enumerate(dict.fromkeys(every))}
 
     @cached_property
-    def sentences(self) -> dict[str, list[Sentence]]:
+    def sentences(self) -> Mapping[str, list[Sentence]]:
         """The sentences of `train`, and of `val` and `test` if there are any."""
-        return splits(self.config)
+        return splits(self.config, self._corpora)
+
+    @cached_property
+    def _corpora(self) -> dict[str, list[Sentence]]:
+        return corpora(self.config)
 
     def _probabilities(self, model: QuantumTransformer, batch: Sentences, parts: int) -> Tensor:
         """|A|² of whole sentences, [restarts, B], by the backend."""

@@ -26,6 +26,7 @@ from lockstep.data.images import (
     hold_out,
     idx_digits,
     mean_and_deviation,
+    num_classes,
     simple_classifiers,
 )
 from lockstep.engine.task import Loss, Task
@@ -134,7 +135,7 @@ class Sketched(Task):
         Raises:
             ConfigError: `low_rank` is larger than a layer.
         """
-        classes = 1 + max(int(labels.max()) for _, labels in self._splits.values())
+        classes = num_classes(self._splits)
         if self.config.model == "mlp":
             return mlp(self.config, self.config.image_size**2, classes)
         return transformer(self.config, classes)
@@ -176,15 +177,17 @@ class Sketched(Task):
         train, held_out = self.dataset("train"), self.dataset(split)
         assert train is not None
         assert held_out is not None
-        for name, net in self._without_sketches(model).items():
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.config.seed)
+            networks = self._without_sketches(model)
+        for name, net in networks.items():
             size = sum(p.numel() for p in net.parameters())
             found[f"{name}, {size:,} parameters"] = self._trained(net, train, held_out)
         return found
 
     def _without_sketches(self, model: nn.Module) -> dict[str, nn.Module]:
         config = self.config.model_copy(update={"layers": "dense"})
-        classes = 1 + max(int(labels.max()) for _, labels in self._splits.values())
-        torch.manual_seed(config.seed)
+        classes = num_classes(self._splits)
         if config.model == "transformer":
             return {"dense": transformer(config, classes)}
         features = config.image_size**2

@@ -238,11 +238,16 @@ class Solver:
 
     def solve(self, grid: Grid) -> Grid | None:
         """The first solution of a grid [cells]; None if there is none."""
-        return self._first(grid.tolist(), self._ascending)
+        return self.solve_rated(grid)[0]
 
     def rating(self, grid: Grid) -> int:
         """The difficulty of a grid [cells]: the number of backtracks to its first solution."""
-        return self._search(grid.tolist(), self._ascending, 1).num_backtracks
+        return self.solve_rated(grid)[1]
+
+    def solve_rated(self, grid: Grid) -> tuple[Grid | None, int]:
+        """What `solve` and `rating` give, by one search."""
+        search = self._search(grid.tolist(), self._ascending, 1)
+        return search.first, search.num_backtracks
 
     def random_solution(self, generator: np.random.Generator) -> Grid:
         """A solution that is found when each cell tries its digits in a random order."""
@@ -280,8 +285,7 @@ class Solver:
         return True
 
     def _first(self, digits: list[int], orders: list[list[int]]) -> Grid | None:
-        search = self._search(digits, orders, 1)
-        return np.array(search.digits, np.uint8) if search.num_found else None
+        return self._search(digits, orders, 1).first
 
     def _search(self, digits: Sequence[int], orders: list[list[int]], limit: int) -> _Search:
         search = _Search(self._all_digits, self._units, orders, limit)
@@ -313,6 +317,11 @@ class _Search:
         self._grid: list[int] = []
         self.digits: list[int] = []
         self.num_found = self.num_backtracks = 0
+
+    @property
+    def first(self) -> Grid | None:
+        """The last solution that was found, [cells]; None if there is none."""
+        return np.array(self.digits, np.uint8) if self.num_found else None
 
     def place(self, digits: Sequence[int]) -> bool:
         """Enter the clues; False if they contradict one another."""

@@ -233,10 +233,10 @@ def _nearest(known: Tokens, answers: Tokens, questions: Tokens) -> Tokens:
 def _solved_sudokus(kind: Kind, questions: Tokens) -> tuple[Tokens, str]:
     solver = Solver(kind.board)
     grids = to_grids(questions)
-    solved = [solver.solve(grid) for grid in grids]
-    backtracks = np.mean([solver.rating(grid) for grid in grids])
-    filled = [grid if found is None else found for grid, found in zip(grids, solved, strict=True)]
-    return to_tokens(np.stack(filled)), f"{backtracks:.1f} backtracks a puzzle"
+    solved = [solver.solve_rated(grid) for grid in grids]
+    rows = [q if found is None else found for q, (found, _) in zip(grids, solved, strict=True)]
+    backtracks = np.mean([number for _, number in solved])
+    return to_tokens(np.stack(rows)), f"{backtracks:.1f} backtracks a puzzle"
 
 
 def _solved_mazes(kind: Kind, questions: Tokens) -> tuple[Tokens, str]:
