@@ -297,6 +297,30 @@ def test_draws_are_noticed_at_the_first_samples(draw: Callable[[], float]) -> No
         assert draws.seen is seen
 
 
+class Held:
+    """What no digest sees into."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: float) -> None:
+        self.number = number
+
+
+def test_what_a_digest_does_not_see_may_have_been_drawn() -> None:
+    draws = Draws()
+    samples = [Held(1.0) for _ in range(60)]
+    StreamReader(OfSamples(samples), None, seed=0, draws=draws).note_draws()
+    assert draws.seen
+
+
+class OfSamples(IterableDataset[Any]):
+    def __init__(self, samples: list[Any]) -> None:
+        self._samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._samples)
+
+
 class Torchs(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(3))

@@ -233,6 +233,28 @@ def test_what_cannot_be_captured_runs_eagerly_and_is_said_once(
     assert found.params_sha256 == eager.params_sha256
 
 
+class Rated(Classifier):
+    def lr_factor(self, step: int, total_steps: int) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    ("task", "keys"), [(Rated, {}), (Classifier, {"precision": {"deterministic": False}})]
+)
+def test_code_between_steps_and_kernels_that_are_not_alike_rule_graphs_out(
+    tmp_path: Path, played: Played, task: type[ls.Task], keys: dict[str, Any]
+) -> None:
+    train(task, tmp_path, steps=6, **keys)
+    assert not played.num_captured
+
+
+def test_the_body_of_a_loop_of_ones_own_rules_graphs_out(tmp_path: Path, played: Played) -> None:
+    config = ls.TrainConfig(batch_size=40, num_microbatches=4, steps=6, device="cpu")
+    for _ in ls.steps(Classifier(), config, run_dir=tmp_path, quiet=True):
+        pass
+    assert not played.num_captured
+
+
 def test_a_hook_of_torch_that_comes_late_is_called(tmp_path: Path, played: Played) -> None:
     train(Hooked, tmp_path, steps=18)
     [message] = warned(tmp_path)

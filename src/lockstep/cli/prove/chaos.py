@@ -59,8 +59,7 @@ class Ranks:
     """The ranks that faults strike.
 
     Attributes:
-        number: number of processes at the start of each session, at least 2; on each host, if there
-            are hosts.
+        number: number of processes at the start of each session, at least 2; of each host, if any.
         launcher: name of the launcher that starts them, one of `SURVIVABLE`.
         replacements: greatest number of killed processes that it replaces in a session.
         hosts: number of hosts, whose agents are the launcher; 0 for this host and none.
@@ -79,7 +78,8 @@ class Ranks:
         """
         if self.hosts:
             if min(self.hosts - 1, self.number) < 1:
-                raise LaunchError(f"--hosts {self.hosts} -n {self.number}: must be at least 2 and 1")
+                given = f"--hosts {self.hosts} -n {self.number}"
+                raise LaunchError(f"{given}: must be at least 2 and 1")
             return
         if self.number < 2:
             raise LaunchError(f"-n {self.number}: must be at least 2, for some have to survive")
