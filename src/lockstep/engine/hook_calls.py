@@ -86,6 +86,8 @@ class Hooks:
         Returns:
             Why a hook ends the run; empty if none does.
         """
+        if not self._hooks and not self._has_after_step:
+            return ""
         hooks = self._running("after_step")
         if not hooks and not self._has_after_step:
             return ""

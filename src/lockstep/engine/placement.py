@@ -117,6 +117,9 @@ class Placement:
         stages: range of blocks of each stage; of a model that is no pipeline a single one.
         stage_order: enters the stages of this rank one after another.
         in_slices: whether a rank has whole parameters of a block only while it computes it.
+        is_split: whether each rank has only a part of the model.
+        are_staged: whether a replica has several stages.
+        are_coupled: whether ranks wait for one another within a step, not only at its end.
         step: number of the step that is computed, for faults.
     """
 
@@ -138,6 +141,8 @@ class Placement:
         self.num_shards = config.num_shards
         self._in_rounds = config.shards_gradients
         self.in_slices = config.shards_parameters
+        self.is_split, self.are_staged = self._num_columns > 1, self._pp > 1
+        self.are_coupled = self.is_split or self._in_rounds
         is_cpu = runtime.device.type == "cpu"
         self._shares_memory = config.exchange != "messages" and is_cpu
         # Reductions in rounds have no nodes of ranks, and compressed gradients have other sums.
@@ -156,24 +161,9 @@ class Placement:
         self.step = 0
 
     @property
-    def is_split(self) -> bool:
-        """Whether each rank has only a part of the model."""
-        return self._num_columns > 1
-
-    @property
-    def are_coupled(self) -> bool:
-        """Whether ranks wait for one another within a step, not only at its end."""
-        return self.is_split or self._in_rounds
-
-    @property
     def late_blocks(self) -> set[int]:
         """Blocks whose gradients are complete only at the end of a backward pass."""
         return self._row.late_blocks if self._row is not None else set()
-
-    @property
-    def are_staged(self) -> bool:
-        """Whether a replica has several stages."""
-        return self._pp > 1
 
     @property
     def column(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -156,7 +157,7 @@ class ScatteredNorms:
 def combined(norms: Sequence[Tensor]) -> float:
     """The norm of everything, of the norms of the blocks of each segment."""
     # hypot scales its arguments, so that squares of large or tiny norms do not over- or underflow.
-    return math.hypot(*(norm for part in norms for norm in few(part).tolist()))
+    return math.hypot(*chain.from_iterable([few(part).tolist() for part in norms]))
 
 
 def few(norms: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class Constants:
         self._ids = _ids(model)
         self._places = [p for p in tensor_places(model) if p.name not in self._changing]
         self._tensors = [place.tensor for place in self._places]
-        self._homes = [(place.held_in, place.key) for place in self._places]
+        self._homes = [place.held_in for place in self._places], [p.key for p in self._places]
         self._trained = [tensor.requires_grad for tensor in self._tensors]
         self._pointers = [tensor.data_ptr() for tensor in self._tensors]
         self._copies: list[Tensor] = []
@@ -75,7 +75,7 @@ class Constants:
             [*map(_VERSION, tensors)] != self._versions
             or [*map(_IS_TRAINED, tensors)] != self._trained
             or [*map(Tensor.data_ptr, tensors)] != self._pointers
-            or not all(map(is_, tensors, [held_in.get(key) for held_in, key in self._homes]))
+            or not all(map(is_, tensors, map(dict.get, *self._homes)))
         ):
             self._find_changed(when, changed)
         if self._copies:

@@ -100,9 +100,10 @@ class PassState:
 
     def modes(self) -> list[object]:
         """Modes of all modules, and settings of torch; read in every step."""
-        modes: list[object] = list(map(_IS_TRAINING, self._modules.values()))
-        modes += (torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled())
-        return modes
+        return [
+            *map(_IS_TRAINING, self._modules.values()),
+            *(torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()),
+        ]
 
     def changed_modes(self, before: Sequence[object]) -> list[str]:
         """Paths of the modes that have changed, unless they are known to change."""

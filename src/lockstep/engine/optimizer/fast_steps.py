@@ -212,9 +212,13 @@ def step(optimizer: optim.Optimizer) -> None:
         optimizer.step()
         return
     plain = _unwrapped(kind.step)
-    with torch.no_grad():
+    is_recording = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)  # `torch.no_grad` takes five times as long
+    try:
         if plain.__code__.co_filename != _ADAM or not _step_fused(optimizer):
             plain(optimizer)
+    finally:
+        torch._C._set_grad_enabled(is_recording)
 
 
 def _step_foreign(optimizer: optim.Optimizer) -> None:

@@ -280,10 +280,11 @@ class FlatOptimizer:
 
     def _outside(self, optimizer: optim.Optimizer) -> dict[str, str]:
         """State of optimizers' code beside their objects, in some steps: globals and closures."""
+        if self._num_steps & (self._num_steps - 1):
+            return {}
         roots: dict[str, object] = {}
-        if not self._num_steps & (self._num_steps - 1):
-            for kind in {type(one) for one in stepping_in(optimizer).values() if may_draw(one)}:
-                roots |= {kind.__name__: kind} | module_globals(kind, beside=False)
+        for kind in {type(one) for one in stepping_in(optimizer).values() if may_draw(one)}:
+            roots |= {kind.__name__: kind} | module_globals(kind, beside=False)
         return hidden_state(roots)
 
     @property

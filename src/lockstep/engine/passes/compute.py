@@ -26,6 +26,8 @@ from lockstep.errors import TaskError
 from lockstep.nn.row import row_of
 from lockstep.nn.sparse_embedding import Fetched
 
+_NOTHING = nullcontext()
+
 
 class Compute:
     """Runs the task's loss on microbatches.
@@ -120,7 +122,7 @@ class Compute:
             self._check_metrics(phase, loss)
             return loss
         if not self.has_carry:
-            return self.loss(step, batch)
+            return self._loss(phase, batch)
         with self._open(), self._autocast():
             loss = self._carried_on(phase, microbatch, batch, carries or Carries())
         self._check(phase, loss)
@@ -133,7 +135,9 @@ class Compute:
             TaskError: the loss did not return what it must.
             StageDone: this rank does not compute the last block of a pipeline.
         """
-        phase = self.phases.at(step)
+        return self._loss(self.phases.at(step), batch)
+
+    def _loss(self, phase: Phase, batch: Any) -> Loss:
         with self._open(), self._autocast():
             loss: Loss = phase.loss(self._model, batch)
         self._check(phase, loss)
@@ -229,10 +233,10 @@ class Compute:
         self._check_metrics(phase, loss)
 
     def _check_metrics(self, phase: Phase, loss: Loss) -> None:
-        where = place(phase) if self.batch_loss is None else WHERE
         found = tuple(sorted(loss.metrics))
         names = self._metrics.setdefault(phase.name, found)
         if found != names:
+            where = place(phase) if self.batch_loss is None else WHERE
             raise TaskError(
                 f"Task.{where}: returned metrics {list(found)}, earlier it returned "
                 f"{list(names)}; every batch must have the same"
@@ -289,7 +293,7 @@ class Compute:
 
     def _open(self) -> AbstractContextManager[None]:
         row = row_of(self._model)
-        return nullcontext() if row is None else row.open()
+        return _NOTHING if row is None else row.open()
 
     def _check_stage(self, where: str) -> None:
         """Refuse a loss that was computed without the model, where other ranks count on that."""
@@ -346,7 +350,7 @@ class Compute:
         """Loss and `metrics` as [sum, weight, sum, weight, …]; those of other phases are 0."""
         values: list[Number] = [loss.sum, loss.weight]
         if not self.phases.are_several:
-            for name in self.metrics:
+            for name in sorted(loss.metrics):
                 values += loss.metrics[name]
             return values
         phase = self.phases.at(step).name
@@ -363,10 +367,16 @@ def copied(values: Sequence[Number]) -> Callable[[], list[float]]:
     Those on a GPU are copied there, and come with one message when they are asked for. So nobody
     waits for the GPU before it has been given more to do.
     """
-    there = [v.detach().double() for v in values if isinstance(v, Tensor) and not v.is_cpu]
-    if not there:
-        here = [float(v.item() if isinstance(v, Tensor) else v) for v in values]
+    here: list[float] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if not value.is_cpu:
+                break
+            value = value.item()
+        here.append(float(value))
+    else:
         return lambda: here
+    there = [v.detach().double() for v in values if isinstance(v, Tensor) and not v.is_cpu]
     stacked = torch.stack(there)
     rest = [None if isinstance(v, Tensor) and not v.is_cpu else float(v) for v in values]
 

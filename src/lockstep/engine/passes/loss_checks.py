@@ -140,7 +140,7 @@ def _check_scalars(where: str, loss: Loss) -> None:
             f"Task.{where}: Loss.weight must be a number, is {described(loss.weight)}; give the "
             "number of samples of the batch"
         )
-    if not isinstance(loss.metrics, Mapping):
+    if type(loss.metrics) is not dict and not isinstance(loss.metrics, Mapping):
         raise TaskError(
             f"Task.{where}: Loss.metrics must be a dict of name: (sum, weight), is "
             f"{described(loss.metrics)}"

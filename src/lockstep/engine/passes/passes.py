@@ -40,6 +40,8 @@ from lockstep.parallel.layout import Assigned, Pass
 from lockstep.parallel.overlapped import OverlappedSlices, waited_s
 from lockstep.parallel.rounds import Rounds
 
+_NOTHING = nullcontext()
+
 
 @dataclass
 class StepParts:
@@ -115,6 +117,7 @@ class Passes:
         self._parts, self.is_again = parts, False
         self._scalars = torch.zeros(self.num_scalars, dtype=torch.float64)
         self._numbers = self._scalars.numpy()
+        self._is_on_host = parts.runtime.device.type == "cpu"
         self.use(flat)
 
     @property
@@ -368,7 +371,7 @@ class Passes:
         targets = self._compute.targets(step)
         early = sums if isinstance(sums, OverlappedSlices) else None
         try:
-            with early.watching(self._flat.tensors) if early is not None else nullcontext():
+            with early.watching(self._flat.tensors) if early is not None else _NOTHING:
                 made = self._backward.leaf(microbatch, passed, self._loss_scale.value, targets)
             if made is None:
                 return
@@ -402,4 +405,5 @@ class Passes:
     def _staged(self, values: list[float]) -> Tensor:
         """A leaf's scalars as a tensor, whose memory the next leaf's take."""
         self._numbers[:] = values
-        return self._scalars.to(self._runtime.device)
+        # Even where there is nothing to copy, `to` takes longer than the rest.
+        return self._scalars if self._is_on_host else self._scalars.to(self._runtime.device)

@@ -23,6 +23,7 @@ class Phases:
     Attributes:
         all: the phases; one without a name, with `Task.loss`, for a task that has none.
         first_steps: for each phase, the first step that has it.
+        are_several: whether the task has phases of its own.
     """
 
     def __init__(self, task: Task) -> None:
@@ -33,14 +34,10 @@ class Phases:
         """
         self._task = type(task).__name__
         self.all = _checked(task)
+        self.are_several = self.all[0].name != _PLAIN
         self._cycle = [i for i, phase in enumerate(self.all) for _ in range(phase.steps)]
         self.first_steps = [self._cycle.index(i) for i in range(len(self.all))]
         self._parameters: dict[str, list[Tensor]] = {}
-
-    @property
-    def are_several(self) -> bool:
-        """Whether the task has phases of its own."""
-        return self.all[0].name != _PLAIN
 
     def at(self, step: int) -> Phase:
         """The phase of a step, counted from 0."""

@@ -21,12 +21,13 @@ from lockstep.config.parsing import as_type
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _LARGEST = 2.0**24
+_NOTHING = nullcontext()
 
 
 def autocast(config: PrecisionConfig, device: torch.device) -> AbstractContextManager[object]:
     """The context forward passes run in; parameters and gradients stay as they are."""
     if config.dtype == "fp32":
-        return nullcontext()
+        return _NOTHING
     return torch.autocast(device.type, dtype=_DTYPES[config.dtype])
 
 

@@ -279,7 +279,8 @@ class Reporter:
 
     def add(self, progress: Progress, result: StepResult, flush: bool) -> None:
         """Add a step to the sums; emit them every `log_every` steps."""
-        self._emit_exchange(progress.step)
+        if self._runtime.transport.size > 1:
+            self._emit_exchange(progress.step)
         self._sums = [a + b for a, b in zip(self._sums, result.scalars, strict=True)]
         self._num_steps += 1
         self._samples += self._parts.sampler.step_size(progress.step - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ STOP_REASONS = (
     "", "interrupted", "hung up", "terminated", "preempted", OUT_OF_TIME, DIRECTORY_LOST
 )  # fmt: skip
 """Why a run may be asked to end, by rising urgency; empty if it is not asked to."""
+
+_Table: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
 _CARRY_LENGTH, _ASKED, _, _SETTINGS, _ORDER, _LOSS = range(3, 9)
 """Places in what `Header.pack` makes."""
@@ -67,7 +69,7 @@ class Header(NamedTuple):
             *(self.has_failed, stop, self.grows, self.carry_length, self.asked),
             *(self.is_suspicious, self.settings, self.order, self.loss),
         )
-        return [*map(float, own), *self.times, *self.counters]
+        return [*own, *self.times, *self.counters]
 
 
 class Headers:
@@ -81,21 +83,25 @@ class Headers:
         times: what each rank has spent, float64 [ranks, kinds of `Times`].
     """
 
-    def __init__(self, values: np.ndarray[Any, np.dtype[np.float64]]) -> None:
+    def __init__(self, values: list[list[float]] | _Table) -> None:
         """Read them.
 
         Args:
-            values: what `Header.pack` has made on each rank, [ranks, num_values].
+            values: what `Header.pack` has made on each rank, [ranks, num_values]; of one rank alone
+                also as it is, since an array takes longer than all that is done with it.
         """
         self._values = values
-        is_alone = len(values) == 1
-        self._most: list[float] = (values[0] if is_alone else values.max(axis=0)).tolist()
-        self._least: list[float] = self._most if is_alone else values.min(axis=0).tolist()
+        self.times: Sequence[Sequence[float]] | _Table
+        if isinstance(values, list):
+            (self._most,) = (self._least,) = values
+            self.times = [self._most[_NUM_OWN:_NUM_FIXED]]
+        else:
+            self._most, self._least = values.max(axis=0).tolist(), values.min(axis=0).tolist()
+            self.times = values[:, _NUM_OWN:_NUM_FIXED]
         has_failed, stop, grows, _, _, is_suspicious, *_ = self._most
         self.has_failed, self.grows = bool(has_failed), bool(grows)
         self.is_suspicious = bool(is_suspicious)
         self.stop_reason = STOP_REASONS[int(stop)]
-        self.times = values[:, _NUM_OWN:_NUM_FIXED]
 
     def __len__(self) -> int:
         """The number of ranks."""
@@ -109,14 +115,14 @@ class Headers:
     @property
     def carry_lengths(self) -> list[int]:
         """`Header.carry_length` of each rank."""
-        return [int(value) for value in self._values[:, _CARRY_LENGTH].tolist()]
+        return [int(value) for value in np.asarray(self._values)[:, _CARRY_LENGTH].tolist()]
 
     @property
     def asked(self) -> int:
         """What code has asked of the run's length on any rank."""
         if self._most[_ASKED] == self._least[_ASKED]:
             return int(self._most[_ASKED])
-        return int(np.bitwise_or.reduce(self._values[:, _ASKED].astype(int)))
+        return int(np.bitwise_or.reduce(np.asarray(self._values)[:, _ASKED].astype(int)))
 
     @property
     def have_same_settings(self) -> bool:
@@ -136,7 +142,7 @@ class Headers:
     def _is_same(self, column: int) -> bool:
         if self._most[column] == self._least[column]:
             return True
-        return len(np.unique(self._values[:, column]).nonzero()[0]) < 2
+        return len(np.unique(np.asarray(self._values)[:, column]).nonzero()[0]) < 2
 
 
 def num_values(num_counters: int) -> int:
@@ -157,7 +163,7 @@ class StepResult(NamedTuple):
     grad_norm: float
     stop_reason: str
     """Why the run should end now, the same on all ranks; empty if it should not."""
-    times: Sequence[Sequence[float]] | np.ndarray[Any, np.dtype[np.float64]]
+    times: Sequence[Sequence[float]] | _Table
     """For each rank, where its time had gone when it sent its header: the fields of `Times`."""
     grows: bool
     """Whether a new process waits to join, the same on all ranks."""
@@ -263,7 +269,7 @@ class StepSums:
                 # step's headers come into the same memory.
                 headers = Headers(np.array(reduction.headers().numpy(force=True)))
         if headers is None:
-            headers = Headers(np.array([own.pack()]))
+            headers = Headers([own.pack()])
         self._note_asked(own, headers)
         workspace.spread_scalars()
         self._watch.communication_s += self._watch.lap()
