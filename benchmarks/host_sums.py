@@ -20,7 +20,7 @@ from lockstep.launching.rank.environment import detect
 from lockstep.launching.rank.join import open_transport
 from lockstep.parallel.exchange import Leaves
 from lockstep.parallel.fold import BLOCK, Segment
-from lockstep.parallel.hosts import Hosts, meet_hosts
+from lockstep.parallel.hosts import Hosts, meet, meet_hosts
 from lockstep.parallel.mesh import Mesh
 from lockstep.parallel.reduction import OrderedReduction, Ways
 
@@ -39,7 +39,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     transport = open_transport(detect(os.environ), torch.device("cpu"), 120.0)
-    hosts = meet_hosts(transport, [range(transport.size)])
+    hosts = meet_hosts(transport, [range(transport.size)], meet(transport))
     found = [
         {"parameters": numel, "microbatches": num}
         | measure(transport, hosts, numel, num, args.repeats, args.seconds)

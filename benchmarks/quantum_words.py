@@ -17,6 +17,7 @@ import torch
 import yaml
 
 import lockstep as ls
+from lockstep.observe.baselines import MODEL
 from lockstep.systems.quantum.baselines import NETWORKS, Score
 from lockstep.systems.quantum.config import QuantumConfig
 from lockstep.systems.quantum.task import Quantum
@@ -71,7 +72,7 @@ def scores(keys: dict[str, Any], name: str) -> dict[str, Score]:
     if name != BEST:
         return {name: task.score(model, "test")}
     found = {n: Score(**row) for n, row in task.baselines(model, "test").items()}
-    found[name] = found.pop("the model")
+    found[name] = found.pop(MODEL)
     return found
 
 

@@ -24,6 +24,7 @@ from lockstep.parallel.hosts import (
     Tried,
     cut,
     host_nodes,
+    meet,
     meet_hosts,
     ranks_of_hosts,
     shares,
@@ -120,7 +121,7 @@ def test_sums_host_by_host_have_the_bits_of_the_tree(
     small, few = rest.pop("small", 1 << 30), rest.pop("few", 16)
 
     def body(transport: ThreadTransport) -> list[list[bytes]]:
-        hosts = meet_hosts(transport, [range(transport.size)])
+        hosts = meet_hosts(transport, [range(transport.size)], meet(transport))
         made, found = reduced(transport, hosts, ranges, steps, **rest)
         if isinstance(hosts, Hosts):
             assert made.way is not None
@@ -214,7 +215,7 @@ def test_slices_come_together_by_hosts(monkeypatch: pytest.MonkeyPatch, counts: 
     invent(monkeypatch, counts)
 
     def body(transport: ThreadTransport) -> list[float]:
-        hosts = meet_hosts(transport, [range(size)])
+        hosts = meet_hosts(transport, [range(size)], meet(transport))
         assert isinstance(hosts, Hosts)
         flat = torch.full([num_blocks * BLOCK], torch.nan)
         own = slice(*slices[transport.rank])
@@ -231,7 +232,7 @@ def test_columns_have_hosts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(hosts_layout, "hosts_of", lambda transport: names)
 
     def body(transport: ThreadTransport) -> Any:
-        hosts = meet_hosts(transport, [range(0, 8, 2), range(1, 8, 2)])
+        hosts = meet_hosts(transport, [range(0, 8, 2), range(1, 8, 2)], meet(transport))
         assert isinstance(hosts, Hosts)
         return list(hosts.ranges), hosts.inside.rank, hosts.inside.size
 
@@ -244,7 +245,7 @@ def test_columns_have_hosts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_one_host_and_one_rank_need_no_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(transport: ThreadTransport) -> Hosts | str:
-        return meet_hosts(transport, [range(transport.size)])
+        return meet_hosts(transport, [range(transport.size)], meet(transport))
 
     assert on_ranks(3, body) == [""] * 3  # as they are: threads of this machine
     monkeypatch.setattr(hosts_layout, "hosts_of", lambda transport: pytest.fail("asked"))
@@ -302,7 +303,7 @@ def test_both_ways_that_are_tried_have_the_same_bits(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(reduction, "SMALL_BYTES", small)
 
         def body(transport: ThreadTransport) -> tuple[list[list[bytes]], Any]:
-            hosts = meet_hosts(transport, [range(3)])
+            hosts = meet_hosts(transport, [range(3)], meet(transport))
             made, found = reduced(transport, hosts, ranges, steps, is_measured=True)
             return found, made.way
 

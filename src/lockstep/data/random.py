@@ -89,7 +89,7 @@ def seed_torch(key: int) -> None:
     """Set the state of torch's global generators."""
     torch.default_generator.manual_seed(key)
     module = accelerator()
-    # Without a kind of accelerator, as in builds for CPUs, this took longer than the rest.
+    # Asked after the kind: without one, the question takes longer than the rest.
     if module is not None and module.is_available():
         module.manual_seed(key)
 

@@ -54,7 +54,7 @@ from lockstep.errors import ConfigError, TaskError
 from lockstep.nn.cutting import keep, shards_of, units_of
 from lockstep.nn.module_row import ModuleRow
 from lockstep.nn.row import row_of
-from lockstep.nn.tape import memory_of
+from lockstep.nn.tape import storage_of
 from lockstep.parallel.compression.sums import first_agreed
 from lockstep.parallel.layout import Range
 
@@ -322,7 +322,7 @@ def _check_views(
     """
     if config.mesh.tp * config.mesh.pp > 1 or config.shards_parameters:
         earlier = drawn.earlier if drawn is not None else []
-        trial.check_views({memory_of(memory) for memory in [*flat.flats, *earlier]})
+        trial.check_views({storage_of(memory) for memory in [*flat.flats, *earlier]})
 
 
 def _rehearse(

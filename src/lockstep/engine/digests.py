@@ -47,7 +47,7 @@ def tensor_digest(name: str, tensor: Tensor) -> bytes:
     """SHA-256 of a tensor's name, dtype, shape and bytes."""
     sha = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
     plain = tensor.detach().cpu().contiguous()
-    sha.update(memory_of(plain))
+    sha.update(bytes_of(plain))
     return sha.digest()
 
 
@@ -59,10 +59,10 @@ def combined_digest(digests: Mapping[str, bytes]) -> str:
 def checksum(tensor: Tensor) -> int:
     """CRC-32 of a tensor's bytes: three times faster than SHA-256, and than to copy and compare."""
     plain = tensor.detach().cpu().contiguous()
-    return zlib.crc32(memory_of(plain))
+    return zlib.crc32(bytes_of(plain))
 
 
-def memory_of(tensor: Tensor) -> Any:
+def bytes_of(tensor: Tensor) -> Any:
     """The bytes of a contiguous tensor on the CPU, as a buffer that does not keep it alive."""
     # Not by numpy, after which the memory of a tensor cannot be freed (`FlatTensors.close`).
     return (ctypes.c_ubyte * (tensor.numel() * tensor.itemsize)).from_address(tensor.data_ptr())
@@ -98,7 +98,7 @@ def rounding_of(precision: str, device: torch.device) -> Rounding:
                 values += _computed(device)
         for value in values:
             plain = value.detach().float().cpu().contiguous()
-            sha.update(memory_of(plain))
+            sha.update(bytes_of(plain))
     return Rounding(sha.hexdigest()[:_NUM_DIGITS], _machine(device))
 
 

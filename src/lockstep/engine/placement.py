@@ -20,7 +20,7 @@ from lockstep.nn.row import row_of
 from lockstep.nn.sharded.regions import Moment, Region
 from lockstep.parallel.axes import DepthAxis, ShardAxis
 from lockstep.parallel.axes import Moment as PipelineMoment
-from lockstep.parallel.hosts import Hosts, are_apart, meet_hosts
+from lockstep.parallel.hosts import Hosts, are_apart, meet, meet_hosts
 from lockstep.parallel.layout import Assigned, Pass, Range, one_forward_one_backward, split
 from lockstep.parallel.mesh import NEW, Mesh, rearranged
 
@@ -237,10 +237,11 @@ class Placement:
         """Make the transports of the axes and of hosts; a collective."""
         if self._shares_memory:
             self.world.share_memory()
+        hosts = meet(self.world) if self._sums_by_host or self._overlaps else []
         if self._sums_by_host:
             columns = [self.mesh.members(column) for column in range(self.mesh.num_columns)]
-            self.hosts = meet_hosts(self.world, columns)
-        self.are_apart = self._overlaps and are_apart(self.world)
+            self.hosts = meet_hosts(self.world, columns, hosts)
+        self.are_apart = self._overlaps and are_apart(hosts)
         self._connect_axes()
 
     def _connect_axes(self) -> None:

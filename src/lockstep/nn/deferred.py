@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.errors import LockstepError, TaskError
 from lockstep.nn.holding import release
-from lockstep.nn.tape import ADVICE, CPU, META, Place, Tape, memory_of, raised_at
+from lockstep.nn.tape import ADVICE, CPU, META, Place, Tape, raised_at, storage_of
 
 _Model = TypeVar("_Model")
 _UNNAMED = "a tensor"
@@ -52,7 +52,7 @@ _NO_VALUES = re.compile(
 )
 """Parts of the messages of torch and numpy where values are missing, or would be lost."""
 _KNOWN: Mapping[Any, Callable[[Tensor], Any]] = {
-    Tensor.data_ptr: lambda tensor: memory_of(tensor) + tensor.storage_offset() * tensor.itemsize,
+    Tensor.data_ptr: lambda tensor: storage_of(tensor) + tensor.storage_offset() * tensor.itemsize,
     Tensor.device.__get__: lambda tensor: CPU,
     Tensor.is_cpu.__get__: lambda tensor: True,  # type: ignore[attr-defined]
     Tensor.is_meta.__get__: lambda tensor: False,  # type: ignore[attr-defined]
@@ -81,7 +81,7 @@ class ParameterDraws:
         self._places = {id(tensor): Place.of(tensor) for _, tensor in named}
         self._slices: dict[int, list[int]] = {}
         for name, tensor in named:
-            numbers = self._slices[id(tensor)] = tape.leading_to([memory_of(tensor)])
+            numbers = self._slices[id(tensor)] = tape.leading_to([storage_of(tensor)])
             tape.draw_for(name, numbers)
         tape.draw_now(range(len(tape.operations)))
 
@@ -214,11 +214,11 @@ def _check_own_memory(alive: Iterable[Tensor], left: set[int], names: dict[int, 
     homes: dict[int, Tensor] = {}
     for tensor in alive:
         if id(tensor) in left:
-            other = homes.setdefault(memory_of(tensor), tensor)
+            other = homes.setdefault(storage_of(tensor), tensor)
             if other is not tensor:
                 raise TaskError(_shared(names[id(other)], names[id(tensor)]))
     for tensor in sorted(alive, key=lambda t: names[id(t)].startswith(_UNNAMED)):
-        home = homes.get(memory_of(tensor))
+        home = homes.get(storage_of(tensor))
         if home is not None and id(tensor) not in left:
             raise TaskError(_shared(names[id(home)], names[id(tensor)]))
 
@@ -291,7 +291,7 @@ class RefusedReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operations that read parameters which are not in memory.
 
     Args:
-        absent: names of parameters by the number of their memory (`memory_of`).
+        absent: names of parameters by the number of their memory (`storage_of`).
         message: what to say, of a name.
     """
 
@@ -310,7 +310,7 @@ class RefusedReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not is_view and schema.name.partition("::")[2] not in _WITHOUT_VALUES:
             for leaf in pytree.arg_tree_leaves(*args, **(kwargs or {})):
                 if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-                    name = self._absent.get(memory_of(leaf))
+                    name = self._absent.get(storage_of(leaf))
                     if name is not None:
                         raise TaskError(self._message(name))
         return func(*args, **(kwargs or {}))

@@ -48,7 +48,7 @@ class Place:
     def of(tensor: Tensor) -> Place:
         """That of a tensor."""
         return Place(
-            memory_of(tensor),
+            storage_of(tensor),
             tensor.dtype,
             tensor.shape,
             tensor.stride(),
@@ -112,7 +112,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether a tensor has no values yet, and can be made."""
-        return tensor.is_meta and memory_of(tensor) in self._memories
+        return tensor.is_meta and storage_of(tensor) in self._memories
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note an operation, or compute it where all values are there.
@@ -178,15 +178,15 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         number, places = len(self.operations), list[Place | None]()
         for tensor in made:
-            key = memory_of(tensor)
+            key = storage_of(tensor)
             is_new = key not in self._memories
             if is_new:
                 self._memories[key] = _Memory(tensor.untyped_storage(), number)
             places.append(Place.of(tensor) if self._memories[key].made == number else None)
         if not any(places) and not written:
             return  # a view, which says by itself where it lies
-        reads = [memory_of(t) for t in tensors if t.is_meta]
-        writes = [memory_of(t) for t in written]
+        reads = [storage_of(t) for t in tensors if t.is_meta]
+        writes = [storage_of(t) for t in written]
         overwrites = _name_of(func) in _OVERWRITES and _is_whole(written[0])
         overwrites = overwrites and writes[0] not in reads[1:]
         if overwrites:
@@ -251,7 +251,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A tensor with its values, while the model is built; anything else as it is."""
         if not isinstance(leaf, Tensor) or not self.knows(leaf):
             return leaf
-        numbers = self.leading_to([memory_of(leaf)])
+        numbers = self.leading_to([storage_of(leaf)])
         self.draw_now(numbers)
         [made] = self.replayed([Place.of(leaf)], numbers)
         return made
@@ -309,7 +309,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if place is None or place.memory in there:
                 continue
             is_alike = (result.stride(), result.storage_offset()) == (place.stride, place.offset)
-            if not is_alike or memory_of(result) in taken:
+            if not is_alike or storage_of(result) in taken:
                 size = self._memories[place.memory].storage.nbytes()
                 there[place.memory] = torch.UntypedStorage(size)  # type: ignore[no-untyped-call]
                 _tensor_at(place, there).copy_(result)
@@ -336,7 +336,7 @@ def _drawn(func: Any, args: Any, kwargs: dict[str, Any], key: int) -> Any:
         return func(*args, **kwargs)
 
 
-def memory_of(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
     """A number for the memory of a tensor, which others have that share it."""
     number: int = tensor.untyped_storage()._cdata
     return number

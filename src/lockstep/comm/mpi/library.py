@@ -24,7 +24,7 @@ mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402
 
 __all__ = [
-    "DATATYPES", "MPI", "Messages", "begin", "exchange", "has_fault_tolerance", "memory_of",
+    "DATATYPES", "MPI", "Messages", "begin", "exchange", "has_fault_tolerance", "mpi_buffer",
     "note_loss", "trade",
 ]  # fmt: skip
 
@@ -70,7 +70,7 @@ DATATYPES = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T}
 """By bytes of an element."""
 
 
-def memory_of(tensor: Tensor) -> MPI.buffer:
+def mpi_buffer(tensor: Tensor) -> MPI.buffer:
     """The memory of a tensor for MPI, whose owner it leaves as it was.
 
     A tensor that was given to numpy can no longer give back its memory (`FlatTensors.close`).
@@ -124,7 +124,7 @@ def begin(
 ) -> Messages:
     """Begin an `exchange`."""
     kind, size = DATATYPES[send.itemsize], send.itemsize
-    outgoing, incoming = memory_of(send), memory_of(recv)
+    outgoing, incoming = mpi_buffer(send), mpi_buffer(recv)
     others = [(comm.rank + n) % comm.size for n in range(1, comm.size)]
 
     def requests() -> Iterator[MPI.Request]:
@@ -154,9 +154,9 @@ def trade(
 
     def requests() -> Iterator[MPI.Request]:
         for tensor, to in given:
-            yield comm.Isend([memory_of(tensor), DATATYPES[tensor.itemsize]], to, _TAG)
+            yield comm.Isend([mpi_buffer(tensor), DATATYPES[tensor.itemsize]], to, _TAG)
         for tensor, source in taken:
-            yield comm.Irecv([memory_of(tensor), DATATYPES[tensor.itemsize]], source, _TAG)
+            yield comm.Irecv([mpi_buffer(tensor), DATATYPES[tensor.itemsize]], source, _TAG)
 
     tensors = [tensor for tensor, _ in (*given, *taken)]
     Messages(comm, is_damaged, requests(), tensors).wait()

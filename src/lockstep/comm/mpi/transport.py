@@ -30,7 +30,7 @@ from lockstep.comm.mpi.library import (
     begin,
     exchange,
     has_fault_tolerance,
-    memory_of,
+    mpi_buffer,
     trade,
 )
 from lockstep.comm.transport import (
@@ -126,7 +126,7 @@ class MpiTransport(AheadTransport):
             return
         if min(counts) == max(counts) and num_own * size <= _SMALL_BYTES:
             # The call of a small step: what is counted here costs a fifth of a microsecond.
-            memory = memory_of(out)
+            memory = mpi_buffer(out)
             moved = memory.nbytes // self.size * (self.size - 1)
             traffic = self.traffic
             traffic.num_calls += 1
@@ -190,13 +190,13 @@ class MpiTransport(AheadTransport):
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """See `Transport.broadcast`."""
         count_broadcast(self, tensor, root)
-        self.comm.Bcast([memory_of(tensor), DATATYPES[tensor.itemsize]], root=root)
+        self.comm.Bcast([mpi_buffer(tensor), DATATYPES[tensor.itemsize]], root=root)
 
     @collective
     def send(self, tensor: Tensor, to: int) -> Sending:
         """See `Transport.send`."""
         self.traffic.add(tensor.numel() * tensor.itemsize, 0)
-        buffer = [memory_of(tensor), DATATYPES[tensor.itemsize]]
+        buffer = [mpi_buffer(tensor), DATATYPES[tensor.itemsize]]
         return Sending(self, self.comm.Isend(buffer, to, _TAG), tensor)
 
     @collective
@@ -208,7 +208,7 @@ class MpiTransport(AheadTransport):
     def receive(self, tensor: Tensor, source: int) -> None:
         """See `Transport.receive`."""
         self.traffic.add(0, tensor.numel() * tensor.itemsize)
-        self.comm.Recv([memory_of(tensor), DATATYPES[tensor.itemsize]], source, _TAG)
+        self.comm.Recv([mpi_buffer(tensor), DATATYPES[tensor.itemsize]], source, _TAG)
 
     @collective
     def barrier(self) -> None:

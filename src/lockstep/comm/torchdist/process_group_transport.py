@@ -264,6 +264,7 @@ class ProcessGroupTransport(GroupTransport):
         self.rank = rank
         self.size = size
         self._timeout_s = timeout_s
+        self._subgroups: list[Any] = []
         if backend == "gloo":
             check_interfaces()
         self._is_default = not dist.is_initialized()
@@ -321,9 +322,11 @@ class ProcessGroupTransport(GroupTransport):
         ranks = groups[number]
         calls = self.call_ring.subgroup(ranks)
         own = Subgroup(self, made[number], ranks.index(self.rank), len(ranks), calls)
+        self._subgroups.append(own.group)
         if self.name != "gloo":
             back = [dist.new_group(list(r), timeout=timeout, backend=self.name) for r in groups]
             own.back = back[number]
+            self._subgroups.append(own.back)
         return own
 
     def is_damaged(self) -> bool:
@@ -332,8 +335,12 @@ class ProcessGroupTransport(GroupTransport):
 
     def close(self) -> None:
         """Destroy the group: gloo's threads can crash a process that exits without that."""
-        group, self.group = self.group, None
-        dist.destroy_process_group(None if self._is_default else group)
+        groups, self.group = [*self._subgroups, self.group], None
+        if self._is_default:
+            dist.destroy_process_group()  # all that there are
+            return
+        for group in groups:
+            dist.destroy_process_group(group)
 
 
 def device_group(

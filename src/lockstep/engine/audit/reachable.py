@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from lockstep.data.random import GENERATORS, generator_state
-from lockstep.engine.digests import memory_of
+from lockstep.engine.digests import bytes_of
 
 MOST_BYTES = 1 << 20
 
@@ -109,7 +109,7 @@ def _tensor(value: Tensor, most_bytes: int) -> str:
         sample = value[torch.unravel_index(indices, value.shape)]
     data = sample.cpu().resolve_conj().resolve_neg().contiguous()
     # Not by way of numpy, after which a tensor cannot give back its memory (`FlatTensors.close`).
-    digest = short(bytes(memory_of(data)))
+    digest = short(bytes(bytes_of(data)))
     return f"{value.dtype} {tuple(value.shape)} {digest}"
 
 

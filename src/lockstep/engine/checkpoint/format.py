@@ -96,19 +96,19 @@ class Snapshot:
     carry: dict[str, Tensor] = field(default_factory=dict)
     folder: Path | None = None
     mapped: list[MappedFile] = field(default_factory=list)
-    _num_looked_at: int = 0
+    _bytes_looked_at: int = 0
 
     def look(self, tensor: Tensor | None) -> Tensor | None:
         """A tensor of a file that is about to be looked at; frees the memory of earlier ones."""
         # Not for each tensor, since it takes some microseconds for each file.
-        if self._num_looked_at > _MOST_LOOKED_AT:
+        if self._bytes_looked_at > _MOST_LOOKED_AT:
             self.drop()
-        self._num_looked_at += 0 if tensor is None else tensor.nbytes
+        self._bytes_looked_at += 0 if tensor is None else tensor.nbytes
         return tensor
 
     def drop(self) -> None:
         """Free the memory of what was looked at in files."""
-        self._num_looked_at = 0
+        self._bytes_looked_at = 0
         for file in self.mapped:
             file.drop()
 

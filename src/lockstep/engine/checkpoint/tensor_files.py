@@ -29,7 +29,7 @@ from torch import Tensor
 from lockstep.config.files import open_to_read
 from lockstep.config.parsing import as_type, parse_object
 from lockstep.engine.checkpoint.listing import SUFFIX
-from lockstep.engine.digests import memory_of
+from lockstep.engine.digests import bytes_of
 from lockstep.errors import CheckpointError, EnvironError
 
 FILE_BYTES = 256 << 20
@@ -152,7 +152,7 @@ def write_tensors(path: Path, tensors: Tensors) -> dict[str, Any]:
         yield _header(tensors.kinds)
         for tensor in tensors.content:
             plain = tensor.detach().cpu().contiguous()
-            yield memory_of(plain)
+            yield bytes_of(plain)
 
     return write_file(path, chunks())
 

@@ -41,7 +41,7 @@ from lockstep.nn.deferred import (
 from lockstep.nn.holding import is_released, say_what_is_held
 from lockstep.nn.module_row import ModuleRow
 from lockstep.nn.row import row_of, set_row
-from lockstep.nn.tape import memory_of
+from lockstep.nn.tape import storage_of
 from lockstep.nn.units import found_row
 from lockstep.parallel.axes import DepthAxis
 from lockstep.parallel.layout import Range
@@ -245,7 +245,7 @@ def built(task: Task, config: TrainConfig, device: torch.device) -> Built:
     _check_compression_fits(compute, config)
     if compute.local is not None:
         return Built(model, compute, compute.local.outer_optimizer())
-    released = {memory_of(p): n for n, p in model.named_parameters() if is_released(p)}
+    released = {storage_of(p): n for n, p in model.named_parameters() if is_released(p)}
     with RefusedReads(released, _read_unmade) if released else nullcontext():
         optimizer = compute.phases.optimizer(task.build_optimizer(model))
         if optimizer is None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.engine.digests import memory_of
+from lockstep.engine.digests import bytes_of
 from lockstep.errors import TaskError
 from lockstep.nn.sparse_embedding import Fetched, SparseEmbedding
 from lockstep.optim.rows import row_norms
@@ -238,7 +238,7 @@ class Part:
         if not count:
             return 0
         plain = {n: f.cpu().contiguous().view(count, -1) for n, f in sorted(self.fields.items())}
-        memory = {name: memoryview(memory_of(field)).cast("B") for name, field in plain.items()}
+        memory = {name: memoryview(bytes_of(field)).cast("B") for name, field in plain.items()}
         total = 0
         for place, group in enumerate(groups):
             sha = hashlib.sha256(group.to_bytes(8, "little"))

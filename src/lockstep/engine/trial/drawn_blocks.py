@@ -27,7 +27,7 @@ from lockstep.nn.cutting import units_of
 from lockstep.nn.deferred import RefusedReads
 from lockstep.nn.module_row import ModuleRow
 from lockstep.nn.row import Row, row_of, set_row
-from lockstep.nn.tape import memory_of
+from lockstep.nn.tape import storage_of
 
 
 class DrawnBlocks(OneBlock):
@@ -43,7 +43,7 @@ class DrawnBlocks(OneBlock):
         """Prepare, with parameters that have no values yet; see `OneBlock`."""
         super().__init__(row, flat)
         self.earlier = earlier
-        self._absent = {memory_of(memory): "a parameter" for memory in earlier}
+        self._absent = {storage_of(memory): "a parameter" for memory in earlier}
         self._drawn: dict[int, int] = {}
         self._here: Set[int] | None = None
 
@@ -97,7 +97,7 @@ class DrawnBlocks(OneBlock):
 
     def _memories(self, segment: int) -> list[int]:
         tensors = [*self._flat.tensors_of(segment), self._flat.flats[segment]]
-        return [memory_of(tensor) for tensor in tensors]
+        return [storage_of(tensor) for tensor in tensors]
 
 
 def _read_outside(name: str) -> str:

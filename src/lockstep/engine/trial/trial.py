@@ -47,7 +47,7 @@ from lockstep.engine.trial.outcome import (
     read_on_other_rank,
 )
 from lockstep.errors import TaskError
-from lockstep.nn.tape import memory_of
+from lockstep.nn.tape import storage_of
 
 
 class Trial:
@@ -177,13 +177,13 @@ class Trial:
         """Refuse views of parameters that are kept between batches.
 
         Args:
-            memories: numbers of the memory of all parameters (`lockstep.nn.tape.memory_of`).
+            memories: numbers of the memory of all parameters (`lockstep.nn.tape.storage_of`).
 
         Raises:
             TaskError: naming one.
         """
         for path, tensor in Walk(self._roots()).tensors.items():
-            if has_memory(tensor) and memory_of(tensor) in memories:
+            if has_memory(tensor) and storage_of(tensor) in memories:
                 raise TaskError(
                     f"{path}: keeps a view of a parameter, whose memory moves with mesh.pp, "
                     "mesh.tp and sharding=parameters; take it from the parameter in each forward "

@@ -120,6 +120,11 @@ def marked(mark: str, name: str = MARK) -> list[int]:
     return pids
 
 
+def shell_code(code: int) -> int:
+    """An exit code of `subprocess` as shells have it: 128 + the number of a signal."""
+    return 128 - code if code < 0 else code
+
+
 def is_alive(pid: int) -> bool:
     """Whether a process runs; a zombie, which has ended but was not waited for, does not.
 

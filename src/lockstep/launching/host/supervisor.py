@@ -26,6 +26,7 @@ from typing import TypeAlias
 
 from lockstep.comm.torchdist.supervision import MAX_BYTES, FromRank, ToRank, watch
 from lockstep.launching.host.group import KILLED, Group, Order
+from lockstep.launching.host.processes import shell_code
 
 PREFIX = "LOCKSTEP_LOCAL_"
 """Prefix of the environment variables with the place of a rank."""
@@ -365,8 +366,7 @@ class SupervisedRank:
     @property
     def exit_code(self) -> int:
         """Exit code as shells have it: 128 + the number of a signal."""
-        code = self.process.returncode or 0
-        return 128 - code if code < 0 else code
+        return shell_code(self.process.returncode or 0)
 
     def tell(self, message: ToRank) -> None:
         """Send it a message."""

@@ -25,6 +25,7 @@ from lockstep.launching.host.processes import (
     kill_marked,
     marked,
     send,
+    shell_code,
     variable,
 )
 from lockstep.launching.job.commands import RankCommand
@@ -119,8 +120,7 @@ class Job:
     @property
     def exit_code(self) -> int:
         """Exit code of the command, once it has ended; 128 + the number of a signal."""
-        code = self._child.returncode
-        return 128 - code if code < 0 else code
+        return shell_code(self._child.returncode)
 
     def lines(self) -> Iterator[str]:
         """The ranks' standard output; a line that is too long comes in pieces."""

@@ -21,6 +21,7 @@ from lockstep.errors import LaunchError, LockstepError
 from lockstep.launching.host.agent import Agent
 from lockstep.launching.host.line import Rendezvous, Terms
 from lockstep.launching.host.parent_watch import bound_to_parent
+from lockstep.launching.host.processes import shell_code
 from lockstep.launching.job.commands import rank_environment
 
 PACKAGE = "lockstep-train"
@@ -94,8 +95,7 @@ class Node:
         values = asdict(work)
         del values["task"]
         _, said = agent.communicate(json.dumps(values).encode())
-        code = agent.returncode
-        return 128 - code if code < 0 else code, said[-_SAID_BYTES:].decode(errors="replace")
+        return shell_code(agent.returncode), said[-_SAID_BYTES:].decode(errors="replace")
 
 
 @contextmanager

@@ -176,26 +176,32 @@ class Hosts:
             inside.broadcast(tensor, 0)
 
 
-def are_apart(world: Transport) -> bool:
-    """Whether each rank has a host of its own; a collective."""
-    if world.size == 1 or world.why_messages == "":
-        return False
-    return len(set(hosts_of(world))) == world.size
+def meet(world: Transport) -> list[str]:
+    """The host of each rank; empty where all are known to be on one. A collective."""
+    # Memory that all ranks share is that of one host.
+    return [] if world.size == 1 or world.why_messages == "" else hosts_of(world)
 
 
-def meet_hosts(world: Transport, columns: Sequence[Sequence[int]]) -> Hosts | str:
+def are_apart(hosts: Sequence[str]) -> bool:
+    """Whether each rank has a host of its own, by what `meet` gave."""
+    return 0 < len(set(hosts)) == len(hosts)
+
+
+def meet_hosts(
+    world: Transport, columns: Sequence[Sequence[int]], hosts: Sequence[str]
+) -> Hosts | str:
     """The hosts of this rank's column, or why there is no use in them; a collective.
 
     Args:
         world: transport between all ranks.
         columns: ranks that sum gradients with each other, in order; each rank is in one of them.
+        hosts: what `meet` gave.
 
     Returns:
         If a string, it is empty where all ranks are on one host.
     """
-    if world.size == 1 or world.why_messages == "":
-        return ""  # memory that all ranks share is that of one host
-    hosts = hosts_of(world)
+    if not hosts:
+        return ""
     found = [ranks_of_hosts([hosts[rank] for rank in column]) for column in columns]
     groups: list[Sequence[int]] = []
     for column, ranges in zip(columns, found, strict=True):

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import ConfigError
+from lockstep.observe.baselines import LIMIT, MODEL
 from lockstep.optim.gradient_based import LBFGS, NaturalGradient
 from lockstep.systems.quantum.baselines import (
     NGram,
@@ -232,8 +233,8 @@ class Quantum(Task):
         found = reached(learned, chosen, self.numbered(split), words, size, seed)
         if self.config.grammar is not None:
             best = of_grammar(self.sentences[split], self.vocabulary)
-            found["the grammar itself (limit)"] = best
-        found["the model"] = self.score(model, split)
+            found[f"the grammar itself{LIMIT}"] = best
+        found[MODEL] = self.score(model, split)
         return {name: one._asdict() for name, one in found.items()}
 
     @torch.no_grad()

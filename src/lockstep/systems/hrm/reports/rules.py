@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.observe.baselines import LIMIT
 from lockstep.systems.hrm.data import arc, maze
 from lockstep.systems.hrm.data.sudoku import Solver
 from lockstep.systems.hrm.data.sudoku_board import (
@@ -193,7 +194,7 @@ def simple_answers(train: Puzzles, held_out: Puzzles) -> dict[str, dict[str, flo
     search = _SEARCHES.get(kind.name)
     if search is not None:
         by_rules, remark = search(kind, questions)
-        found[f"search by the rules, {remark} (limit)"] = _metrics(by_rules, labels)
+        found[f"search by the rules, {remark}{LIMIT}"] = _metrics(by_rules, labels)
     return found
 
 
