@@ -104,8 +104,6 @@ class LearningRates:
             TaskError: naming the group.
         """
         self._check_groups()
-        if all(map(operator.is_, map(_RATE, self._groups), self._rates)):
-            return
         for group, rate in zip(self._groups, self._rates, strict=True):
             written = group.get("lr")
             if written is not rate and _number(written) != rate:

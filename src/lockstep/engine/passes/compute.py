@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -18,15 +18,13 @@ from lockstep.engine.passes.batch_loss import WHERE, BatchLoss, WholeLoss
 from lockstep.engine.passes.local_steps import LocalSteps
 from lockstep.engine.passes.loss_checks import check_has_gradient, check_loss, pair_of, place
 from lockstep.engine.passes.phases import Phases
-from lockstep.engine.passes.precision import autocast
+from lockstep.engine.passes.precision import NOTHING, autocast
 from lockstep.engine.passes.rows import Gathered, Rows
 from lockstep.engine.tables.run_tables import Lookups
 from lockstep.engine.task import Loss, Number, Phase, Task, has_batch_loss, has_carry
 from lockstep.errors import TaskError
 from lockstep.nn.row import row_of
 from lockstep.nn.sparse_embedding import Fetched
-
-_NOTHING = nullcontext()
 
 
 class Compute:
@@ -293,7 +291,7 @@ class Compute:
 
     def _open(self) -> AbstractContextManager[None]:
         row = row_of(self._model)
-        return _NOTHING if row is None else row.open()
+        return NOTHING if row is None else row.open()
 
     def _check_stage(self, where: str) -> None:
         """Refuse a loss that was computed without the model, where other ranks count on that."""

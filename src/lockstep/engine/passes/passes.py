@@ -7,7 +7,6 @@ import math
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ from lockstep.engine.passes.buffers import ForwardState, same_bits
 from lockstep.engine.passes.compute import Compute, copied
 from lockstep.engine.passes.graphs import whole_passes
 from lockstep.engine.passes.loss_checks import late_gradient
-from lockstep.engine.passes.precision import LossScale
+from lockstep.engine.passes.precision import NOTHING, LossScale
 from lockstep.engine.passes.rows import Rows, gather
 from lockstep.engine.placement import Placement
 from lockstep.engine.runtime import Raised, Runtime
@@ -39,8 +38,6 @@ from lockstep.parallel.fold import LateGradientError
 from lockstep.parallel.layout import Assigned, Pass
 from lockstep.parallel.overlapped import OverlappedSlices, waited_s
 from lockstep.parallel.rounds import Rounds
-
-_NOTHING = nullcontext()
 
 
 @dataclass
@@ -371,7 +368,7 @@ class Passes:
         targets = self._compute.targets(step)
         early = sums if isinstance(sums, OverlappedSlices) else None
         try:
-            with early.watching(self._flat.tensors) if early is not None else _NOTHING:
+            with early.watching(self._flat.tensors) if early is not None else NOTHING:
                 made = self._backward.leaf(microbatch, passed, self._loss_scale.value, targets)
             if made is None:
                 return
@@ -405,5 +402,4 @@ class Passes:
     def _staged(self, values: list[float]) -> Tensor:
         """A leaf's scalars as a tensor, whose memory the next leaf's take."""
         self._numbers[:] = values
-        # Even where there is nothing to copy, `to` takes longer than the rest.
         return self._scalars if self._is_on_host else self._scalars.to(self._runtime.device)

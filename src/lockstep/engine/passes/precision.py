@@ -21,13 +21,14 @@ from lockstep.config.parsing import as_type
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _LARGEST = 2.0**24
-_NOTHING = nullcontext()
+NOTHING = nullcontext()
+"""A context without effect: one for all, since each step enters it several times."""
 
 
 def autocast(config: PrecisionConfig, device: torch.device) -> AbstractContextManager[object]:
     """The context forward passes run in; parameters and gradients stay as they are."""
     if config.dtype == "fp32":
-        return _NOTHING
+        return NOTHING
     return torch.autocast(device.type, dtype=_DTYPES[config.dtype])
 
 
