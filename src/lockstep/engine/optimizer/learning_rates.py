@@ -258,7 +258,9 @@ class LearningRates:
 
     def digest(self) -> int:
         """A digest of what all ranks must step with alike: 52 bits."""
-        return hash((*self._rates, *(value for _, _, value in self._numbers()))) & _DIGEST_BITS
+        # Numbers only: hashes of text differ from process to process.
+        numbers = [v for group in self._groups for v in group.values() if type(v) in _NUMBERS]
+        return hash((*self._rates, *numbers)) & _DIGEST_BITS
 
     def described(self) -> dict[str, Any]:
         """What `digest` is made of, by words for people."""
@@ -320,7 +322,6 @@ class LearningRates:
 
     def _numbers(self) -> Iterator[tuple[int, str, Any]]:
         """Group, name and value of each option that is a number."""
-        # Numbers only: hashes of text differ from process to process.
         for index, group in enumerate(self._groups):
             for key, value in group.items():
                 if key != "lr" and type(value) in _NUMBERS:

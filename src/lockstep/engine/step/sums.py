@@ -32,8 +32,9 @@ _Table: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
 _CARRY_LENGTH, _ASKED, _, _SETTINGS, _ORDER, _LOSS = range(3, 9)
 """Places in what `Header.pack` makes."""
-_NUM_OWN = 9
-_NUM_FIXED = _NUM_OWN + len(Times._fields)
+_NUM_OWN, _NUM_TIMES = 9, len(Times._fields)
+_FEW = 16
+"""Rows that Python looks through sooner than numpy."""
 
 
 class Header(NamedTuple):
@@ -69,35 +70,40 @@ class Header(NamedTuple):
             *(self.has_failed, stop, self.grows, self.carry_length, self.asked),
             *(self.is_suspicious, self.settings, self.order, self.loss),
         )
-        return [*own, *self.times, *self.counters]
+        return [*own, *self.counters, *self.times]
 
 
 class Headers:
-    """The headers of all ranks, seen as a table: one by one they would take milliseconds.
+    """The headers of all ranks, seen as a table: one by one, many would take milliseconds.
 
     Attributes:
         has_failed: whether the task's code raised an exception on some rank.
         stop_reason: the most urgent of all ranks.
         grows: whether any rank knows of a new process that waits to join.
         is_suspicious: whether some rank's passes have changed state.
-        times: what each rank has spent, float64 [ranks, kinds of `Times`].
+        times: what each rank has spent, [ranks, kinds of `Times`].
     """
 
     def __init__(self, values: list[list[float]] | _Table) -> None:
         """Read them.
 
         Args:
-            values: what `Header.pack` has made on each rank, [ranks, num_values]; of one rank alone
-                also as it is, since an array takes longer than all that is done with it.
+            values: what `Header.pack` has made on each rank, [ranks, num_values].
         """
-        self._values = values
-        self.times: Sequence[Sequence[float]] | _Table
-        if isinstance(values, list):
-            (self._most,) = (self._least,) = values
-            self.times = [self._most[_NUM_OWN:_NUM_FIXED]]
+        self._own: list[list[float]] | _Table
+        self.times: list[list[float]] | _Table
+        self._most: list[float]
+        self._least: list[float]
+        if len(values) > _FEW:
+            values = np.asarray(values)
+            self._own, self.times = values[:, :-_NUM_TIMES], values[:, -_NUM_TIMES:]
+            self._most, self._least = self._own.max(axis=0).tolist(), self._own.min(axis=0).tolist()
         else:
-            self._most, self._least = values.max(axis=0).tolist(), values.min(axis=0).tolist()
-            self.times = values[:, _NUM_OWN:_NUM_FIXED]
+            rows = values if isinstance(values, list) else values.tolist()
+            self._own, self.times = [r[:-_NUM_TIMES] for r in rows], [r[-_NUM_TIMES:] for r in rows]
+            self._most = self._least = self._own[0]
+            if len(rows) > 1:
+                self._most, self._least = [*map(max, *self._own)], [*map(min, *self._own)]
         has_failed, stop, grows, _, _, is_suspicious, *_ = self._most
         self.has_failed, self.grows = bool(has_failed), bool(grows)
         self.is_suspicious = bool(is_suspicious)
@@ -105,24 +111,24 @@ class Headers:
 
     def __len__(self) -> int:
         """The number of ranks."""
-        return len(self._values)
+        return len(self._own)
 
     @property
     def counters(self) -> list[int]:
         """The greatest value of each integer buffer."""
-        return [int(value) for value in self._most[_NUM_FIXED:]]
+        return [int(value) for value in self._most[_NUM_OWN:]]
 
     @property
     def carry_lengths(self) -> list[int]:
         """`Header.carry_length` of each rank."""
-        return [int(value) for value in np.asarray(self._values)[:, _CARRY_LENGTH].tolist()]
+        return [int(value) for value in np.asarray(self._own)[:, _CARRY_LENGTH].tolist()]
 
     @property
     def asked(self) -> int:
         """What code has asked of the run's length on any rank."""
         if self._most[_ASKED] == self._least[_ASKED]:
             return int(self._most[_ASKED])
-        return int(np.bitwise_or.reduce(np.asarray(self._values)[:, _ASKED].astype(int)))
+        return int(np.bitwise_or.reduce(np.asarray(self._own)[:, _ASKED].astype(int)))
 
     @property
     def have_same_settings(self) -> bool:
@@ -142,7 +148,7 @@ class Headers:
     def _is_same(self, column: int) -> bool:
         if self._most[column] == self._least[column]:
             return True
-        return len(np.unique(np.asarray(self._values)[:, column]).nonzero()[0]) < 2
+        return len(np.unique(np.asarray(self._own)[:, column]).nonzero()[0]) < 2
 
 
 def num_values(num_counters: int) -> int:
@@ -151,7 +157,7 @@ def num_values(num_counters: int) -> int:
     Args:
         num_counters: number of integer buffers that forward passes change.
     """
-    return _NUM_FIXED + num_counters
+    return _NUM_OWN + num_counters + _NUM_TIMES
 
 
 class StepResult(NamedTuple):
