@@ -257,10 +257,9 @@ class LearningRates:
         return float(self._rates[self._numbers_of[id(group)]])
 
     def digest(self) -> int:
-        """A digest of what all ranks must step with alike: 52 bits."""
-        # Numbers only: hashes of text differ from process to process.
-        numbers = [v for group in self._groups for v in group.values() if type(v) in _NUMBERS]
-        return hash((*self._rates, *numbers)) & _DIGEST_BITS
+        """A digest of the numbers that all ranks must step with alike: 52 bits."""
+        own = [v for group in self._groups for v in group.values() if type(v) in _NUMBERS]
+        return hash((*self._rates, *own)) & _DIGEST_BITS
 
     def described(self) -> dict[str, Any]:
         """What `digest` is made of, by words for people."""
