@@ -65,6 +65,7 @@ def _is_kind(value):
     return isinstance(value, type) and issubclass(value, base) and value is not base
 
 
+SHORT = step(times(0), times(1)) | {"num_steps": 5000}
 SAVED = {"path": "c/s", "num_bytes": 1_000_000, "stall_s": 3.0, "write_s": 0.1}
 EVALUATED = {"split": "val", "metrics": {}, "seconds": 4.0}
 LOST = {"slot": 1, "rank": 1}
@@ -109,6 +110,10 @@ BACK = {"world_size": 1, "seconds": 0.1, "copied": False}
         ("", [step(times(0, faults=9000, peak_bytes=1 << 30), times(1))], {}, "nothing stands out"),
         ("imbalance", [step(times(0), times(1, 4.0, 4.0))], {"counts": (4, 2)}, "multiple of 2"),
         ("imbalance", [step(times(0), times(1, 0.1, 8.0))], {"counts": (3, 0)}, "1 rank of 2 have"),
+        ("short_microbatches", [SHORT], {},
+         "set num_microbatches=2 (other bits"),
+        ("", [SHORT], {"counts": (1, 1)},
+         "nothing stands out"),
         ("latency", [step(times(0, 4.0, 5.0), times(1, 4.0, 5.0))], {}, "their messages take much"),
         ("bandwidth", [step(times(0, 4.0, 5.0), times(1, 4.0, 5.0))],
          {"plan": {"num_parameters": 10**8}}, "exchange of gradients"),

@@ -21,6 +21,8 @@ _SLOW_DISK = 50e6
 """Bytes per second below which a disk is slow."""
 _SMALL = 4e6
 """Bytes of gradients below which latency determines the time of an exchange."""
+_PASS_S = 2.5e-4
+"""About what a microbatch takes at least, of however few samples: Python and starts of kernels."""
 _FAULT_S = 1e-3
 """About the time of a page fault from a disk in seconds."""
 
@@ -30,7 +32,7 @@ def slowness(session: NewestSession) -> Iterator[Cause]:
     if not session.workers:
         return
     for find in (
-        _crowded, _busy, _memory, _slow_rank, _imbalance, _data, _evaluation, _checkpoints,
+        _crowded, _busy, _memory, _slow_rank, _imbalance, _short, _data, _evaluation, _checkpoints,
         _exchange, _idle,
     ):  # fmt: skip
         cause = find(session)
@@ -160,6 +162,24 @@ def _imbalance(session: NewestSession) -> Cause | None:
         [f"{number} microbatches for {len(counts)} ranks"],
         f"set num_microbatches to a multiple of {len(counts)} (it is {number})",
     )
+
+
+def _short(session: NewestSession) -> Cause | None:
+    """Ranks compute several microbatches that are so short that most of each is a fixed cost."""
+    process, share, _ = session.worst("compute_s")
+    count, computed = process.num_microbatches, process.num_computed
+    if count <= 1 or not computed:
+        return None
+    each = process.seconds["compute_s"] / computed
+    return measured(
+        "short_microbatches",
+        share * min(1.0, _PASS_S / each) * (1 - 1 / count),
+        "microbatches are so short that what each costs at least takes much of the time",
+        [f"rank {process.rank} computes {count:g} in a step, {1e3 * each:.2f} ms each; about "
+         f"{1e3 * _PASS_S:.2g} ms of that do not depend on the number of samples"],
+        f"set num_microbatches={len(session.workers)} (other bits, and at most so many ranks), or "
+        "raise batch_size",
+    )  # fmt: skip
 
 
 def _data(session: NewestSession) -> Cause | None:
