@@ -72,6 +72,14 @@ class Machines(Agents):
         with (self.folder / f"clock{host}").open("r+b" if self.agents else "wb") as file:
             file.write(struct.pack("q", seconds))
 
+    def fill(self, name: str) -> Undo:
+        """Leave no room on a disk; what makes it again."""
+        balloon = self.folder / name / "balloon"
+        with contextlib.suppress(OSError), balloon.open("wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        return lambda: balloon.unlink(missing_ok=True)
+
     def environment(self, host: int) -> dict[str, str]:
         own = {"TMPDIR": str(self.folder / f"disk{host}"), "SESSION": str(self._sessions)}
         if COMPILER:
@@ -97,15 +105,13 @@ class LabFaults(Faults):
         self.kinds |= {
             "cable": Kind(4, self._pull, cuts=True),
             "disk": Kind(1, partial(self._fill, "disk{}"), loses=False),
-            # Events that wait for room are gone with the process that has them.
-            "share": Kind(1, partial(self._fill, "share"), loses=False, holds=True),
+            "share": Kind(1, partial(self._fill, "share"), loses=False),
         }
         if has_netem() or shutil.which("nft"):
             self.kinds["loss"] = Kind(2, self._lose, cuts=True)
         if COMPILER:
             self.kinds["clock"] = Kind(2, self._set_clock, lasts=False, loses=False)
         if etcd is not None:
-            del self.kinds["store"]
             self.kinds["etcd"] = Kind(3, self._kill_etcd)
 
     def _pull(self, host: int) -> Undo:
@@ -121,11 +127,7 @@ class LabFaults(Faults):
         return lambda: self._run.inside(host, "nft", "delete table ip lab")
 
     def _fill(self, name: str, host: int) -> Undo:
-        balloon = self._run.folder / name.format(host) / "balloon"
-        with contextlib.suppress(OSError), balloon.open("wb", buffering=0) as file:
-            while file.write(bytes(4096)):
-                pass
-        return lambda: balloon.unlink(missing_ok=True)
+        return self._run.fill(name.format(host))
 
     def _set_clock(self, host: int) -> None:
         self._run.set_clock(host, self.source.choice([-_HOUR_S, _HOUR_S]))

@@ -1,13 +1,17 @@
 """Campaigns still run, and a few of their runs show nothing wrong."""
 
+import contextlib
+import csv
 import os
 import re
 import sys
 
 import pytest
+from benchmarks.lab import Lab
 
 from tests.campaigns.blows import draw as draw_kills
-from tests.campaigns.commits import contradictions, missing
+from tests.campaigns.commits import commits, contradictions, missing
+from tests.campaigns.hosts import Machines
 from tests.campaigns.poisons import draw as draw_surroundings
 from tests.conftest import run
 
@@ -41,6 +45,45 @@ def test_a_few_faults_of_hosts_change_nothing():
     ended = campaign("hosts", "--faults", "6")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "6 faults in 1 runs, 0 things wrong" in ended.stdout.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(os.getuid() != 0, reason="needs namespaces")
+def test_no_row_is_lost_when_ranks_0_are_killed_while_their_disk_is_full(tmp_path):
+    with Lab(3) as lab, contextlib.ExitStack() as stack:
+        run = Machines(
+            lab, tmp_path / "hosts", "--replace", "9", train=["steps=900", "checkpoint.every=90"]
+        )
+        stack.callback(run.close)
+        for host in range(3):
+            run.start(host)
+        run.wait_for(lambda: all(run.holders(host) for host in range(3)))
+        run.advance()
+        before, make_room = run.step(), run.fill("share")
+
+        def go_on():
+            newest = commits(run.folder / "commits")[-1]
+            run.wait_for(
+                lambda: (
+                    (now := commits(run.folder / "commits")[-1])["step"] > newest["step"] + 10
+                    and len(now["members"]) == 3
+                )
+            )
+
+        for host in (0, 1):
+            go_on()
+            run.kill_ranks(host)
+        go_on()
+        assert run.step() < before + 5
+        make_room()
+        run.advance()
+        run.kill_ranks(2)
+        assert run.ended() == [0, 0, 0], run.said()
+        assert missing(run.all_rows(), 900) == []
+        assert {len(run.rows("RankLost")), len(run.rows("Joined")) - 3} == {3}
+        with (run.run_dir / "metrics.csv").open(newline="") as file:
+            assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(1, 901))
 
 
 def noted(*steps):

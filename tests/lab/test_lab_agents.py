@@ -1,12 +1,14 @@
 """`lockstep agent` on three hosts: ranks, hosts, agents and cables that fail and come back."""
 
 import json
+import os
 import shutil
 import signal
 import time
 
 import pytest
 from benchmarks.lab import Lab
+from tests.campaigns.commits import missing
 from tests.conftest import result
 from tests.lab.agents import TIMEOUT_S, Agents, Etcd, sha_alone
 
@@ -98,3 +100,61 @@ def test_with_etcd_no_host_has_to_stay(tmp_path):
         assert run.ended() == [0, 0, 0], run.said()
     assert result(run.folder / "run")["params_sha256"] == sha
     assert took < 30
+
+
+@pytest.mark.skipif(shutil.which("etcd") is None, reason="Debian's package etcd-server has it")
+def test_all_of_etcd_is_lost_and_comes_back_in_time_late_or_never(tmp_path):
+    sha = sha_alone(tmp_path)
+    options = ["--replace", "3", "--wait", "40"]
+    with Lab(3) as lab, Etcd(lab, tmp_path) as etcd:
+        run = Agents(
+            lab, tmp_path / "on hosts", *options, train=["checkpoint.every=10"], timeout_s=2.0,
+            rendezvous=etcd.rendezvous,
+        )  # fmt: skip
+
+        def ranks():
+            return [run.ranks(host) for host in range(3)]
+
+        for host in range(3):
+            run.start(host)
+        run.wait_for(lambda: all(run.holders(host) for host in range(3)))
+        first = ranks()
+        etcd.kill(1)
+        run.advance(20)
+        # All are gone for less than four timeouts: nobody stops.
+        for host in (0, 2):
+            etcd.kill(host)
+        run.advance(60)
+        for host in range(3):
+            etcd.start(host)
+        run.wait_for(lambda: "the coordinator is on h" in run.said())
+        run.advance()
+        os.kill(run.store(run.coordinator()), signal.SIGKILL)
+        run.wait_for(lambda: len(run.rows("Recovered")) >= 2)
+        assert ranks() == first
+        # For longer: ranks end, and go on from a checkpoint, without --resume.
+        for host in range(3):
+            etcd.kill(host)
+        run.wait_for(lambda: ranks() == [[], [], []])
+        for host in range(3):
+            etcd.start(host)
+        run.wait_for(lambda: run.rows("Resumed"))
+        assert run.ended() == [0, 0, 0], run.said()
+    assert result(run.folder / "run")["params_sha256"] == sha
+    assert missing(run.all_rows(), 1500) == []
+
+
+@pytest.mark.skipif(shutil.which("etcd") is None, reason="Debian's package etcd-server has it")
+def test_etcd_that_is_lost_for_good_ends_the_run_with_the_code_to_try_again(tmp_path):
+    with Lab(3) as lab, Etcd(lab, tmp_path) as etcd:
+        run = Agents(
+            lab, tmp_path / "on hosts", "--wait", "5", timeout_s=2.0, rendezvous=etcd.rendezvous
+        )
+        for host in range(3):
+            run.start(host)
+        run.wait_for(lambda: run.step() >= 5)
+        for host in range(3):
+            etcd.kill(host)
+        assert run.codes(60) == [75, 75, 75]
+        run.check_gone()
+        assert "no coordinator has answered for 5 s; start all agents again" in run.said()

@@ -6,9 +6,9 @@ import csv
 from pathlib import Path
 
 import pytest
-from sample_events import evaluated, finished, joined, run_started, step_done
+from sample_events import evaluated, finished, full_disk, joined, run_started, step_done
 
-from lockstep.engine.events import RankLost, Warned
+from lockstep.engine.events import Event, Logged, RankLost, Warned
 from lockstep.observe import EventHub, Sinks, read_events
 from lockstep.observe.storing.jsonl import EventsJsonl
 from lockstep.observe.storing.metrics_csv import MetricsCsv
@@ -112,3 +112,81 @@ def test_warnings_are_told_apart_by_what_they_say(tmp_path: Path) -> None:
     for message in ("one", "two", "one"):
         only(Warned(step=1, message=message))
     assert len(rows(tmp_path)) == 2
+
+
+def logged(step: int, value: float) -> Logged:
+    return Logged(step=step, name="norm", kind="scalar", value=value)
+
+
+def train(hubs: list[EventHub], events: list[Event]) -> None:
+    """Emit events on all ranks; before each step, all learn from rank 0 what it has stored."""
+    for event in events:
+        if event == step_done(event.step):
+            stored = hubs[0].stored
+            for hub in hubs:
+                hub.keep_from(stored)
+        for hub in hubs:
+            hub(event)
+
+
+def steps(first: int, last: int) -> list[Event]:
+    return [e for s in range(first, last + 1) for e in (step_done(s), logged(s, 0.5 * s))]
+
+
+@pytest.mark.parametrize("is_full_again", [False, True])
+@pytest.mark.parametrize("room", [0, 100, 900, 5000])
+def test_rows_that_wait_for_room_outlive_the_rank_that_has_them(
+    tmp_path: Path, room: int, is_full_again: bool
+) -> None:
+    """The disk is full from step 4 on; rank 0 is lost after step 10, the next one after 20.
+
+    Who then goes on has joined in between, and has all from another rank.
+    """
+    first, second, third = desk(tmp_path), desk(tmp_path), desk(tmp_path)
+    first.open()
+    train([first, second], [*START, *steps(1, 3)])
+    with full_disk((tmp_path / "events.jsonl").stat().st_size + room):
+        train([first, second], [*steps(4, 9), evaluated(9), *steps(10, 10)])
+        third.take(second.rows())
+        second.open()
+        lost = [RankLost(step=10, slot=0, rank=0), joined(2, step=10)]
+        train([second, third], [run_started(step=10, continued=True), *lost, *steps(11, 14)])
+        if is_full_again:
+            train([second, third], steps(15, 20))
+    if not is_full_again:  # all is stored in time, and what the next one has not to write again
+        train([second, third], steps(15, 20))
+        assert len(third.rows()) < 9
+    third.open()
+    train([third], [run_started(step=20, continued=True), *steps(21, 22), finished(22)])
+    third.close()
+    found = rows(tmp_path)
+    assert [s for kind, s in found if kind == "StepDone"] == [*range(1, 23)]
+    assert [s for kind, s in found if kind == "Logged"] == [*range(1, 23)]
+    assert found.count(("Evaluated", 9)) == found.count(("RankLost", 10)) == 1
+    assert found.count(("Joined", 10)) == 1
+    splits = curve(tmp_path)
+    assert [s for s, split in splits if split == "train"] == [*map(str, range(1, 23))]
+    assert [s for s, split in splits if split == "log"] == [*map(str, range(1, 23))]
+    assert splits.count(("9", "val")) == 1
+
+
+def test_a_run_that_has_gone_back_to_a_checkpoint_keeps_what_it_does_not_do_again(
+    tmp_path: Path,
+) -> None:
+    first, second = desk(tmp_path), desk(tmp_path)
+    first.open()
+    train([first, second], [*START, *steps(1, 3)])
+    again = [run_started(step=6), *steps(7, 9)]
+    with full_disk((tmp_path / "events.jsonl").stat().st_size):
+        train([first, second], [*steps(4, 8), *again])
+    second.open()
+    train([second], [run_started(step=9, continued=True), *steps(10, 10)])
+    assert [s for kind, s in rows(tmp_path) if kind == "StepDone"] == [*range(1, 11)]
+
+
+def test_an_event_that_is_stored_is_not_kept_for_long() -> None:
+    hubs = [EventHub(lambda: Sinks([])) for _ in range(2)]
+    hubs[0].open()
+    picture = Logged(step=1, name="map", kind="image", png=b"png")
+    train(hubs, [*START, *steps(1, 500), *[picture] * 40])
+    assert all(len(hub.rows()) < 50 for hub in hubs)

@@ -96,6 +96,28 @@ class Heartbeat:
         self._memory[2] = 1
 
 
+class Backlog:
+    """Events that rank 0 may not have stored yet, on every rank, for any may become rank 0.
+
+    This one keeps none.
+    """
+
+    @property
+    def stored(self) -> int:
+        """Step up to whose events this process has stored all; -1 if it stores none."""
+        return -1
+
+    def keep_from(self, step: int) -> None:
+        """Learn that rank 0 has stored all events of the steps before this one."""
+
+    def rows(self) -> list[str]:
+        """What is kept, for a joining rank, each event as a line of JSON."""
+        return []
+
+    def take(self, rows: list[str]) -> None:
+        """Keep what another rank has kept."""
+
+
 T = TypeVar("T")
 
 Raised = Exception | SystemExit
@@ -123,6 +145,7 @@ class Runtime:
         take_over: function that makes this process, now rank 0, the one that shows and stores.
         at: function that is called at each moment of a step, see `faults.Moment`.
         heartbeat: heartbeat of this process, for its watchdog.
+        backlog: events that rank 0 may not have stored yet.
         on_step: function that is called with the number of committed steps, after each of them.
     """
 
@@ -137,6 +160,7 @@ class Runtime:
     at: At = nothing
     on_step: Callable[[int], None] = nothing_after_step
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    backlog: Backlog = field(default_factory=Backlog)
     cores: int = 0
     is_one_host: bool = True
 

@@ -1,8 +1,8 @@
 """Events in; console, CSV, JSONL, TensorBoard and result files out.
 
-The engine emits events (`lockstep.engine.events`) on every rank, to its `EventHub`. The hub of rank
-0 shows and stores them with the sinks of `open_sinks`; the others keep the newest events, since any
-of them may become rank 0. A run directory then contains:
+The engine emits events (`lockstep.engine.events`) on every rank, to its `EventHub`. That of rank 0
+shows and stores them with the sinks of `open_sinks`; all keep those that are not stored yet, since
+any of them may become rank 0. A run directory then contains:
 
     events.jsonl    every event, in order, over all sessions of the run
     metrics.csv     the curves, free of steps that a resumed run did again
@@ -14,21 +14,32 @@ of them may become rank 0. A run directory then contains:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.parsing import parse_object
+from lockstep.engine.events import Event, Failed, Finished, Logged, RunStarted
+from lockstep.engine.runtime import Backlog
 from lockstep.observe.showing.console import (
     ConsoleView,
     NotebookView,
     QuietView,
     in_notebook,
 )
-from lockstep.observe.sink import EventHub, Sink, Sinks
-from lockstep.observe.step_costs import Measured, Predicted, StepCost
-from lockstep.observe.storing.files import Pictures
-from lockstep.observe.storing.jsonl import EventsJsonl, event_from_row, read_events
+from lockstep.observe.sink import Sink, Sinks
+from lockstep.observe.step_costs import Measured, Predicted, StepCost, StepMeter
+from lockstep.observe.storing.files import MOST_PICTURES, Pictures
+from lockstep.observe.storing.jsonl import (
+    EventsJsonl,
+    dumps,
+    event_from_row,
+    read_events,
+    row_of,
+)
 from lockstep.observe.storing.metrics_csv import MetricsCsv
 from lockstep.observe.storing.result import ResultJson, read_result
 from lockstep.observe.trackers.tracker_sink import TensorBoard, TrackerSink
@@ -37,6 +48,87 @@ __all__ = [
     "EventHub", "Measured", "Predicted", "Sinks", "StepCost", "event_from_row", "open_sinks",
     "read_events", "read_result", "view",
 ]  # fmt: skip
+
+
+class EventHub(Backlog):
+    """Shows and stores events where it is open, on rank 0; keeps what is not stored, on all.
+
+    So if rank 0 is lost, while its disk is full or before, the next one can store what it had not;
+    sinks do not store an event twice. Ranks learn in each step what rank 0 has stored, and are
+    never more than one step apart. Every hub measures what steps cost, and emits it before the end.
+
+    Args:
+        open_sinks: function that opens everything that shows and stores events.
+    """
+
+    def __init__(self, open_sinks: Callable[[], Sinks]) -> None:
+        self._open_sinks = open_sinks
+        self._sinks: Sinks | None = None
+        self._kept: deque[Event] = deque()
+        self._from = 0
+        self._has_begun = False
+        self._meter = StepMeter()
+
+    def open(self) -> None:
+        """Show and store events from now on; no-op if open."""
+        if self._sinks is None:
+            self._sinks = self._open_sinks()
+
+    def __call__(self, event: Event) -> None:
+        """Take one event."""
+        self._meter.take(event)
+        if isinstance(event, (Finished, Failed)):
+            self._take(self._meter.measured(event.step))
+        self._take(event)
+
+    @property
+    def stored(self) -> int:
+        """Step up to whose events this process has stored all; -1 if it stores none."""
+        return self._sinks.stored if self._sinks is not None else -1
+
+    def keep_from(self, step: int) -> None:
+        """Learn that rank 0 has stored all events of the steps before this one."""
+        self._from = step
+
+    def rows(self) -> list[str]:
+        """What is kept, but for the content of pictures, each event as a line of JSON."""
+        return [dumps(row_of(event, 0.0)) for event in self._kept]
+
+    def take(self, rows: list[str]) -> None:
+        """Keep what another rank has kept."""
+        self._kept = deque(event_from_row(parse_object(row.encode())) for row in rows)
+        self._has_begun = True
+
+    def _take(self, event: Event) -> None:
+        """Show and store an event where it is open, and keep it."""
+        if self._sinks is not None:
+            self._sinks(event)
+            if isinstance(event, RunStarted) and event.continued:
+                for missed in self._kept:
+                    self._sinks(missed)
+        if isinstance(event, RunStarted):
+            if not event.continued:  # one that goes back to a checkpoint repeats later steps
+                again = self._kept if self._has_begun else ()
+                self._kept = deque(kept for kept in again if kept.step <= event.step)
+            self._has_begun = True
+        elif not isinstance(event, Predicted):  # which only the meter needs
+            self._keep(event)
+
+    def _keep(self, event: Event) -> None:
+        oldest = min(event.step - 1, self._from)
+        while self._kept and self._kept[0].step < oldest:
+            self._kept.popleft()
+        self._kept.append(event)
+        if isinstance(event, Logged) and event.png:
+            shown = [(i, e) for i, e in enumerate(self._kept) if isinstance(e, Logged) and e.png]
+            for i, picture in shown[:-MOST_PICTURES]:
+                self._kept[i] = replace(picture, png=b"")
+
+    def close(self) -> None:
+        """Store what is still kept."""
+        if self._sinks is not None:
+            self._sinks.close()
+            self._sinks = None
 
 
 def open_sinks(

@@ -1,12 +1,11 @@
-"""Where events go: the interface of a sink, several sinks as one, and the hub on every rank."""
+"""Where events go: the interface of a sink, and several sinks as one."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-from lockstep.engine.events import Event, Failed, Finished, Joined, RunStarted, Warned
-from lockstep.observe.step_costs import Predicted, StepMeter
+from lockstep.engine.events import Event, Warned
 
 
 class Sink(ABC):
@@ -40,18 +39,23 @@ class Sinks(Sink):
     Args:
         sinks: sinks in the order in which they receive events and are closed. The one that shows
             warnings to the user comes last: it then also receives those about closing the others.
+
+    Attributes:
+        stored: step of the newest event that no sink still has to store; -1 if there is none.
     """
 
     def __init__(self, sinks: Iterable[Sink]) -> None:
         self._sinks = list(sinks)
         self._failing: list[Sink] = []
         self._step = 0
+        self.stored = -1
 
     def __call__(self, event: Event) -> None:
         """Pass the event to all sinks."""
         self._step = event.step
-        for sink in tuple(self._sinks):
-            self._pass(event, sink)
+        stored = [self._pass(event, sink) for sink in tuple(self._sinks)]
+        if all(stored):
+            self.stored = event.step
 
     def close(self) -> None:
         """Close all sinks; what one of them loses is a `Warned` event for those still open."""
@@ -62,17 +66,20 @@ class Sinks(Sink):
             except OSError as error:
                 self(Warned(step=self._step, message=f"{_reason(error)}; its end is missing"))
 
-    def _pass(self, event: Event, sink: Sink) -> None:
+    def _pass(self, event: Event, sink: Sink) -> bool:
+        """Pass an event to a sink; whether it has stored this one, and all before."""
         try:
             sink(event)
         except OSError as error:
             if sink in self._failing:
-                return
+                return False
             self._failing.append(sink)
             message = f"{_reason(error)}; training goes on, writing is tried again with each event"
             for other in tuple(self._sinks):
                 if other is not sink:
                     self._pass(Warned(step=event.step, message=message), other)
+            return False
+        return True
 
     def __enter__(self) -> Sinks:
         return self
@@ -84,57 +91,3 @@ class Sinks(Sink):
 def _reason(error: OSError) -> str:
     reason = error.strerror or str(error)
     return f"{error.filename}: {reason}" if error.filename else reason
-
-
-class EventHub:
-    """Shows and stores events where it is open, on rank 0; elsewhere it keeps the newest ones.
-
-    So if rank 0 is lost, the next one can store what may not have been stored yet; sinks do not
-    store an event twice. Every hub measures what steps cost, and emits it before the end.
-
-    Args:
-        open_sinks: function that opens everything that shows and stores events.
-    """
-
-    def __init__(self, open_sinks: Callable[[], Sinks]) -> None:
-        self._open_sinks = open_sinks
-        self._sinks: Sinks | None = None
-        self._recent: list[Event] = []
-        self._meter = StepMeter()
-
-    def open(self) -> None:
-        """Show and store events from now on; no-op if open."""
-        if self._sinks is None:
-            self._sinks = self._open_sinks()
-
-    def __call__(self, event: Event) -> None:
-        """Take one event."""
-        self._meter.take(event)
-        if isinstance(event, (Finished, Failed)):
-            self._take(self._meter.measured(event.step))
-        self._take(event)
-
-    def _take(self, event: Event) -> None:
-        """Show and store an event, or keep it."""
-        if self._sinks is None:
-            if isinstance(event, Predicted):  # only the meter needs it
-                return
-            if isinstance(event, RunStarted) and not event.continued:
-                self._recent.clear()  # a run that goes back to a checkpoint repeats these steps
-            # Ranks are never more than one step apart.
-            if not self._recent or event.step != self._recent[-1].step:
-                self._recent = [e for e in self._recent if e.step >= event.step - 1]
-            self._recent.append(event)
-            return
-        self._sinks(event)
-        if isinstance(event, RunStarted):
-            recent, self._recent = self._recent, []
-            for missed in recent:
-                if not isinstance(missed, (RunStarted, Joined)):
-                    self._sinks(missed)
-
-    def close(self) -> None:
-        """Store what is still kept."""
-        if self._sinks is not None:
-            self._sinks.close()
-            self._sinks = None

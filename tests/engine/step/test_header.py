@@ -33,7 +33,7 @@ def test_a_header_survives_the_journey(
     asked: int,
 ) -> None:
     own = has_failed, stop_reason, grows, Times(*times), tuple(counted)
-    header = Header(*own, 0, asked, settings=2**31, order=7, loss=2**32 - 1)
+    header = Header(*own, 0, asked, settings=2**31, order=7, loss=2**32 - 1, stored=9)
     values = header.pack()
     assert len(values) == num_values(len(counted))
     quiet = Header(False, "", False, Times(1), (-math.inf,) * len(counted), 3, settings=2**31)
@@ -47,6 +47,7 @@ def test_a_header_survives_the_journey(
         assert found.carry_lengths == [0 if row is values else 3 for row in rows]
         if -math.inf not in counted:
             assert found.counters == counted
+        assert found.stored == (9 if rows[0] is values else -1)  # rank 0's
         assert found.have_same_settings
         assert found.have_same_order  # of those that give it
         assert found.have_same_loss

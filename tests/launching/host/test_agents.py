@@ -112,6 +112,11 @@ def test_where_all_have_stood_still_the_ranks_of_the_coordinator_stay(tmp_path: 
     second = run.start()
     run.wait_for(lambda: run.newest() == ["0", "1"])
     rank = run.said(0)[0][0]
+    # Where the store is killed, all meet again in another one.
+    store = next(filter(is_store, children(first.pid)))
+    os.kill(store, signal.SIGKILL)
+    run.wait_for(lambda: run.generation(0)[0] == "2" and run.newest() == ["0", "1"])
+    assert [pid for pid in children(first.pid) if is_store(pid)] != [store]
     # Longer than --host-timeout, as where a machine is suspended or has far too much to do.
     everyone = [pid for agent in (first, second) for pid in (agent.pid, *children(agent.pid))]
     send(everyone, signal.SIGSTOP)

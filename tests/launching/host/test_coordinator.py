@@ -18,6 +18,7 @@ from lockstep.errors import LaunchError
 from lockstep.launching.host.agent import Rendezvous, rank_argv
 from lockstep.launching.host.coordinator import Coordinator
 from lockstep.launching.host.line import Line, Terms
+from lockstep.launching.host.processes import StoreProcess
 
 TERMS = Terms("1.0", "", hosts=2, ranks=1, replace=0, host_timeout_s=1.0, command=("train", "x"))
 
@@ -44,7 +45,7 @@ def heard(file: Any, word: str) -> dict[str, Any]:
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> int:
     """The port of a coordinator, without a store."""
-    monkeypatch.setattr(Coordinator, "_host_store", lambda self: self._of_store.close())
+    monkeypatch.setattr(StoreProcess, "start", lambda self: None)
     listener = socket.create_server(("127.0.0.1", 0))
     number: int = listener.getsockname()[1]
     Coordinator(listener, TERMS, "own").thread.start()

@@ -41,7 +41,6 @@ class Kind:
         cuts: whether the host goes on by itself; as the coordinator's, the others go on with it.
         ends: whether the run ends everywhere if the host is the coordinator's, without etcd.
         only: whether it strikes the coordinator's host.
-        holds: whether no host may be lost meanwhile.
     """
 
     weight: int
@@ -51,7 +50,6 @@ class Kind:
     cuts: bool = False
     ends: bool = False
     only: bool = False
-    holds: bool = False
 
 
 @dataclass
@@ -83,7 +81,6 @@ class _Lasting:
     until: float
     undo: Undo
     is_lost: bool = True
-    holds: bool = False
     starts: bool = False
 
 
@@ -113,7 +110,7 @@ class Faults:
             "host": Kind(2, self._kill_host, ends=True),
             "pause": Kind(2, self._stop, cuts=True),
             "coordinator": Kind(1, self._kill_any, ends=True, only=True),
-            "store": Kind(1, self._kill_store, ends=True, only=True),
+            "store": Kind(1, self._kill_store, lasts=False, loses=False),
         }
 
     def strike_all(self, number: int) -> Iterator[Struck]:
@@ -155,14 +152,14 @@ class Faults:
         struck = self._now = Struck(self.hosts.step(), name, host)
         self._since = time.monotonic()
         undo = kind.strike(host)
-        if leads and kind.ends and (name == "store" or not self.hosts.has_election):
+        if leads and kind.ends and not self.hosts.has_election:
             struck.has_ended = True
             self._begin_again(host)
         elif undo is not None:
             struck.lasted_s = seconds * self.hosts.timeout_s
             self._alone = leads and kind.cuts and not self.hosts.has_election
             until = time.monotonic() + struck.lasted_s
-            self._lasting.append(_Lasting(host, until, undo, kind.loses, kind.holds, kind.ends))
+            self._lasting.append(_Lasting(host, until, undo, kind.loses, kind.ends))
         until = time.monotonic() + gap_s
         self._wait(lambda: time.monotonic() > until)
         if not overlaps or self._alone or struck.has_ended:
@@ -204,8 +201,6 @@ class Faults:
         leader = self.hosts.coordinator()
         if not kind.loses:
             return free
-        if any(lasting.holds for lasting in self._lasting):
-            return []
         # Most of etcd's servers have to stay; and who starts all again has to be free to.
         if busy and ((kind.lasts and self.hosts.has_election) or kind.only):
             return []

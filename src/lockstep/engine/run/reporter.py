@@ -84,6 +84,7 @@ class Reporter:
             "num_steps": self._num_steps,
             "samples": self._samples,
             "times": self._times,
+            "backlog": self._runtime.backlog.rows(),
         }
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
@@ -91,6 +92,7 @@ class Reporter:
         self._sums = values["sums"]
         self._num_steps, self._samples = values["num_steps"], values["samples"]
         self._times = [Times(*times) for times in values["times"]]
+        self._runtime.backlog.take(values["backlog"])
 
     def regroup(
         self, progress: Progress, origin: Origin, copied: bool, seconds: float, reached: int
@@ -112,7 +114,9 @@ class Reporter:
             emit(event)
         if reached > step:
             self._discard(progress, reached)
-        self._emit_joined(progress, origin.rows, self._slots)
+        # A joining rank knows of nobody; it may have to store this for rank 0, as others do.
+        known = [s for s, f in zip(slots, origin.former, strict=True) if f != NOWHERE]
+        self._emit_joined(progress, origin.rows, self._slots or known)
         self._slots = slots
         self._times = [Times() if r == NOWHERE else self._times[r] for r in origin.former]
         self._way = None  # to be emitted for the new group, too
@@ -139,7 +143,8 @@ class Reporter:
         try:
             self._directory.flight.keep(self._runtime.slot, calls.copy())
         except OSError as error:
-            message = f"{error.filename}: the newest calls cannot be written: {error.strerror}"
+            path = self._directory.flight.lost_file(self._runtime.slot)
+            message = f"{path}: the newest calls cannot be written: {error.strerror}"
             self._runtime.emit(Warned(step=step, message=message))
 
     def _losses(self, step: int, left: Sequence[int]) -> list[RankLost]:

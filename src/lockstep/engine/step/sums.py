@@ -30,9 +30,9 @@ STOP_REASONS = (
 
 _Table: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
-_CARRY_LENGTH, _ASKED, _, _SETTINGS, _ORDER, _LOSS = range(3, 9)
+_CARRY_LENGTH, _ASKED, _, _SETTINGS, _ORDER, _LOSS, _STORED = range(3, 10)
 """Places in what `Header.pack` makes."""
-_NUM_OWN, _NUM_TIMES = 9, len(Times._fields)
+_NUM_OWN, _NUM_TIMES = 10, len(Times._fields)
 _FEW = 16
 """Rows that Python looks through sooner than numpy."""
 
@@ -62,13 +62,15 @@ class Header(NamedTuple):
     """Digest of the order of the epoch's samples, if the task gives it; 0 where it was not used."""
     loss: int = 0
     """Digest of the loss over the whole batch, which each rank computes; 0 if it is no such one."""
+    stored: int = -1
+    """Step up to whose events this rank has stored all, as rank 0 does (`Backlog.stored`)."""
 
     def pack(self) -> list[float]:
         """As float64 values, `num_values` of them."""
         stop = STOP_REASONS.index(self.stop_reason)
         own = (
             *(self.has_failed, stop, self.grows, self.carry_length, self.asked),
-            *(self.is_suspicious, self.settings, self.order, self.loss),
+            *(self.is_suspicious, self.settings, self.order, self.loss, self.stored),
         )
         return [*own, *self.counters, *self.times]
 
@@ -112,6 +114,11 @@ class Headers:
     def __len__(self) -> int:
         """The number of ranks."""
         return len(self._own)
+
+    @property
+    def stored(self) -> int:
+        """Step up to whose events rank 0 has stored all; -1 if that is not known."""
+        return int(self._own[0][_STORED])
 
     @property
     def counters(self) -> list[int]:
@@ -257,6 +264,7 @@ class StepSums:
             settings=settings,
             order=order,
             loss=self._passes.loss_digest,
+            stored=runtime.backlog.stored,
         )
         headers, reduction = None, workspace.reduction
         travels = runtime.transport.size > 1
@@ -277,6 +285,7 @@ class StepSums:
         if headers is None:
             headers = Headers([own.pack()])
         self._note_asked(own, headers)
+        runtime.backlog.keep_from(headers.stored)
         workspace.spread_scalars()
         self._watch.communication_s += self._watch.lap()
         return headers

@@ -44,6 +44,7 @@ from lockstep.launching.api.session import SESSION, Result, Session, Stopped, ow
 from lockstep.launching.host.output_pump import pumped_output
 from lockstep.launching.host.parent_watch import end_with_launcher
 from lockstep.launching.host.processes import MARK
+from lockstep.launching.host.supervisor import RESUMES
 from lockstep.launching.rank.early import INTERRUPTED, tell_on_each_rank
 from lockstep.launching.rank.environment import Environment, detect
 from lockstep.launching.rank.join import open_transport
@@ -93,6 +94,7 @@ def steps(
     collect_as_usual()
     skip_last_collection()
     environment = detect(os.environ)
+    session = replace(session, resume=session.resume or RESUMES in os.environ)
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         session = stack.enter_context(carried(session))
@@ -215,6 +217,7 @@ def _steps(
             at=at,
             on_step=on_step,
             heartbeat=heartbeat,
+            backlog=hub,
             cores=cores_of_host(environment),
             is_one_host=environment.is_one_host,
         )

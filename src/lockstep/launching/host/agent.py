@@ -32,6 +32,7 @@ from lockstep.launching.host.supervisor import (
     PLACE,
     PORT,
     RANKS,
+    RESUMES,
     SIZE,
     STORE,
     TIMEOUT,
@@ -198,7 +199,10 @@ class Agent:
                 return RankFailure.exit_code
             if now > began + self._patience_s:
                 if self._has_been_in:
-                    say("no coordinator has come back; start all agents again")
+                    say(
+                        f"--rendezvous {self._rendezvous.text}: no coordinator has answered for "
+                        f"{self._patience_s:g} s; start all agents again with --resume"
+                    )
                     return RankFailure.exit_code
                 raise EnvironError(
                     f"--rendezvous {self._rendezvous.text}: nobody has answered there within "
@@ -336,8 +340,10 @@ class Agent:
 
     def _variables(self, line: Line, message: dict[str, Any]) -> dict[str, object]:
         """Environment variables of a rank."""
-        place = {PLACE: message["start"]} if message["joins"] else {}
-        return place | {
+        start: dict[str, object] = {PLACE: message["start"]} if message["joins"] else {}
+        if message["resumes"]:
+            start[RESUMES] = 1
+        return start | {
             SIZE: self._terms.hosts * self._terms.ranks,
             RANKS: self._terms.ranks,
             STORE: message["store"][0],

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import selectors
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -28,19 +27,12 @@ from lockstep.errors import RankFailure
 from lockstep.launching.host.election import Election, Unreachable
 from lockstep.launching.host.group import KILLED, Order, Record
 from lockstep.launching.host.line import Line, Terms
+from lockstep.launching.host.processes import StoreProcess
 from lockstep.launching.host.supervisor import Leader
 
 _HELLO_S = 8.0
 """Seconds that who connects may take to say what it is."""
 _PART_S = 1.0
-_HOST_STORE = """
-import socket, sys
-if not sys.path[0]:  # the working directory, whose modules would hide others of their names
-    del sys.path[0]
-from lockstep.launching.host.supervisor import hosted_store
-store = hosted_store(socket.socket(fileno=int(sys.argv[1])))
-sys.stdin.read()
-"""
 _LOST_WITH_HOST = 137
 """The exit code of a rank whose host is lost: that of a process that was killed."""
 
@@ -93,16 +85,13 @@ class Coordinator(Leader):
         self._listener = listener
         listener.setblocking(False)
         # Bound before the first rank is told where it is.
-        self._of_store = socket.create_server((listener.getsockname()[0], 0), backlog=1024)
-        host, port = self._of_store.getsockname()
-        self._store_address: tuple[str, int] = host, port
+        self._store = StoreProcess(listener.getsockname()[0])
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._agents: list[_Agent] = []
         self._places: list[int] = []
         self._has_begun = False
         self._ended: int | None = None
-        self._store: subprocess.Popen[bytes] | None = None
         self.thread = threading.Thread(target=self._serve, name="coordinator", daemon=True)
 
     def carry_out(self, orders: Iterable[Order]) -> None:
@@ -112,7 +101,7 @@ class Coordinator(Leader):
             if message is not None and message.generation is not None:
                 if not self._allocate(message.generation):
                     return
-                message = replace(message, store=self._store_address)
+                message = replace(message, store=self._store.address)
             if (agent := self._agent_of(order.slot)) is not None:
                 agent.line.send(slot=order.slot, order=message and message.to_json())
 
@@ -134,7 +123,7 @@ class Coordinator(Leader):
             os._exit(1)
 
     def _run(self) -> None:
-        self._host_store()
+        self._store.start()
         beat_s = self._terms.host_timeout_s / 8
         while self._ended is None and self._is_holder():
             waits = [beat_s, *filter(None, [self.patience_s])]
@@ -178,23 +167,18 @@ class Coordinator(Leader):
         self._generation = generation
         return self._is_elected
 
-    def _host_store(self) -> None:
-        # In a process of its own, since importing torch would keep this one from answering for
-        # seconds. It ends when its standard input does, with this process.
-        with self._of_store as listener:
-            fd = listener.fileno()
-            self._store = subprocess.Popen(
-                [sys.executable, "-c", _HOST_STORE, str(fd)],
-                stdin=subprocess.PIPE,
-                pass_fds=[fd],
-                start_new_session=True,
-            )
-
     def _look_at_store(self) -> None:
-        """End the run if nobody could meet after the next loss."""
-        if self._store is not None and self._store.poll() is not None:
-            say(f"the store has ended (exit code {self._store.returncode}); start all agents again")
+        """Have ranks meet in another store if it was killed; one that cannot start ends the run."""
+        if (code := self._store.exit_code) is None:
+            return
+        if code >= 0:
+            say(f"the store has ended (exit code {code}); start all agents again")
             self._ended = RankFailure.exit_code
+            return
+        say("the store was killed: the ranks meet in another one")
+        self._store = StoreProcess(self._store.address[0])
+        self._store.start()
+        self.carry_out(self._group.renew())
 
     def _accept(self) -> None:
         try:
@@ -331,13 +315,20 @@ class Coordinator(Leader):
         return sum(agent.is_in for agent in self._agents)
 
     def _start(self, agent: _Agent, places: Iterable[int], is_first: bool = False) -> None:
-        """Have an agent start ranks, in the place of the local ranks with these numbers."""
+        """Have an agent start ranks, in the place of the local ranks with these numbers.
+
+        The first ones go on from a checkpoint if the run has lost all of its ranks: etcd was gone.
+        """
         agent.is_in = True
         for place in places:
             slot = len(self._places) if is_first else self._group.add()
             self._places.append(place)
             agent.slots.add(slot)
-            agent.line.send(slot=slot, start=place, joins=not is_first, store=self._store_address)
+            resumes = is_first and self._may_be_taken_over
+            agent.line.send(
+                slot=slot, start=place, joins=not is_first, resumes=resumes,
+                store=self._store.address,
+            )  # fmt: skip
 
     def _drop_silent(self) -> None:
         now = time.monotonic()
@@ -388,9 +379,7 @@ class Coordinator(Leader):
         for agent in tuple(self._agents):
             self._remove(agent)
         self._selector.close()
-        if self._store is not None:
-            self._store.kill()
-            self._store.communicate()
+        self._store.end()
 
 
 def named(slots: Iterable[int]) -> str:

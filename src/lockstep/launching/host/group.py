@@ -285,6 +285,11 @@ class Group:
         member = self._all[slot]
         return self.can_grow and member.phase == "lost" and member.exit_code > KILLED
 
+    def renew(self) -> list[Order]:
+        """Have all members meet again, since some may not have found each other yet."""
+        self._break()
+        return self._taken()
+
     def end(self) -> list[Order]:
         """Order all processes to be killed."""
         self._kill(range(len(self._all)))

@@ -1,4 +1,4 @@
-"""The processes of a launch on this host: their cores, finding all of them, and ending them.
+"""The processes of a launch on this host: their cores and store, finding and ending all of them.
 
 mpirun and torchrun put each rank into a process group of its own, and ranks whose launcher has died
 have no parent that ends them. So a launch marks its processes by an environment variable that all
@@ -11,6 +11,9 @@ import contextlib
 import math
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -25,6 +28,14 @@ THREAD_VARIABLES = (
 )
 """Environment variables with the number of threads that numerical libraries start."""
 
+_HOST_STORE = """
+import socket, sys
+if not sys.path[0]:  # the working directory, whose modules would hide others of their names
+    del sys.path[0]
+from lockstep.launching.host.supervisor import hosted_store
+store = hosted_store(socket.socket(fileno=int(sys.argv[1])))
+sys.stdin.read()
+"""
 _DIGITS = 10
 """A number with more digits is not taken as a number of cores."""
 
@@ -225,3 +236,44 @@ def kill_marked(
         seen.update(pids)
         send(pids, signal.SIGKILL)
         time.sleep(_POLL_S)
+
+
+class StoreProcess:
+    """The store in which ranks find each other, in a process of its own.
+
+    Importing torch would keep this one from answering for seconds. The other ends with it.
+
+    Args:
+        host: address of this host, to listen at.
+
+    Attributes:
+        address: host and port of the store, which ranks may connect to from now on.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._listener = socket.create_server((host, 0), backlog=1024)
+        self.address: tuple[str, int] = host, self._listener.getsockname()[1]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the process."""
+        with self._listener as listener:
+            fd = listener.fileno()
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _HOST_STORE, str(fd)],
+                stdin=subprocess.PIPE,
+                pass_fds=[fd],
+                start_new_session=True,
+            )
+
+    @property
+    def exit_code(self) -> int | None:
+        """What the process has ended with, negative if a signal killed it; None if it has not."""
+        return None if self._process is None else self._process.poll()
+
+    def end(self) -> None:
+        """End the process, and listen no longer."""
+        self._listener.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()

@@ -53,6 +53,9 @@ STORE, ADDRESS = f"{PREFIX}STORE", f"{PREFIX}ADDRESS"
 RANKS = f"{PREFIX}RANKS"
 """Number of ranks on each host; `SIZE` if not set."""
 
+RESUMES = f"{PREFIX}RESUMES"
+"""Set where all ranks of a run were lost, and start again from its newest checkpoint."""
+
 TIMEOUT = f"{PREFIX}TIMEOUT"
 """Seconds after which a host that does not answer is lost; not set on one host."""
 

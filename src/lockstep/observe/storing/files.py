@@ -114,7 +114,8 @@ class AppendFile:
 
 
 _FILE = re.compile(r"(\d{8,})\.png")
-_MOST_KEPT = 16
+MOST_PICTURES = 16
+"""Of those that are not stored yet, so many are kept."""
 
 
 class Pictures(Sink):
@@ -136,7 +137,7 @@ class Pictures(Sink):
         if isinstance(event, RunStarted) and not event.continued:
             self._cut(event.step)
         elif isinstance(event, Logged) and event.png:
-            if len(self._waiting) >= _MOST_KEPT:
+            if len(self._waiting) >= MOST_PICTURES:
                 del self._waiting[next(iter(self._waiting))]
             self._waiting[picture_path(event.name, event.step)] = event.png
         self._write()

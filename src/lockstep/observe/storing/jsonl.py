@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -20,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from lockstep.config.files import MAX_TEXT_BYTES, open_to_read
 from lockstep.config.parsing import parse_object, shown
-from lockstep.engine.events import Evaluated, Event, Logged, RunStarted, StepDone
+from lockstep.engine.events import Evaluated, Event, Logged, RunStarted, StepDone, Warned
 from lockstep.errors import RunDirectoryError, file_errors
 from lockstep.observe.sink import Sink
 from lockstep.observe.storing.files import AppendFile, end_of_rows, opening
@@ -140,6 +141,8 @@ _IDENTITY: dict[str, tuple[str, ...]] = {
     "Improved": ("metric",),
     "Logged": ("name", "value", "text"),
     "Warned": ("message",),
+    "Checkpointed": ("path",),
+    "Joined": ("slot", "pid"),
     "RankLost": ("slot",),
     "Recovered": ("world_size",),
     "ExchangeChosen": ("way",),
@@ -148,6 +151,7 @@ _IDENTITY: dict[str, tuple[str, ...]] = {
 }
 """Events that come again when work is repeated after a fault, and the fields that, beside the
 step, tell one from another."""
+_OF_TRAINING = ("StepDone", "Evaluated", "Improved", "Logged")
 
 _ADVICE = "remove the line, or move the file away: the run can go on without it"
 
@@ -181,6 +185,7 @@ class EventsJsonl(Sink):
         """Unix time of the first row that is written here."""
         self._earlier_s = 0.0
         self._written: dict[_Key, None] = {}
+        self._known_from = -1
         self._keys = _Keys()
 
     def __call__(self, event: Event) -> None:
@@ -188,8 +193,11 @@ class EventsJsonl(Sink):
         if isinstance(event, RunStarted):
             self._written.clear()
             self._keys = _Keys()
+            self._known_from = -1
             if event.continued:
-                self._written.update(dict.fromkeys(_keys_of_session(_tail(self._file.path))))
+                self._know(event.step)
+        if event.step < self._known_from and not isinstance(event, Warned):
+            self._know(event.step)  # rank 0 was lost when its disk had been full for long
         key = self._keys.of(type(event).__name__, vars(event))
         if key in self._written:
             return
@@ -200,6 +208,12 @@ class EventsJsonl(Sink):
             self._since, self._earlier_s = now, _ran_seconds(self._file.path)
         row = row_of(event, now) | {"ran_s": self._earlier_s + max(0.0, now - self._since)}
         self._file.append(dumps(row).encode() + b"\n")
+
+    def _know(self, step: int) -> None:
+        """Read which events of the session the file has, from that of the step before on."""
+        self._known_from = step - 1
+        keys = _keys_of_session(_tail(self._file.path, self._known_from))
+        self._written.update(dict.fromkeys(keys))
 
     def _remember(self, key: _Key) -> None:
         """Note what is written; of too many keys, those older than a step are forgotten."""
@@ -337,7 +351,8 @@ def _keys_of_session(rows: Iterable[Mapping[str, Any]]) -> list[_Key]:
     known = _Keys()
     for row in rows:
         if row["event"] == "RunStarted" and not row.get("continued"):
-            keys.clear()
+            # If it went back to a checkpoint within a session, this is not done again.
+            keys = [k for k in keys if k[0] in _OF_TRAINING and k[1] <= row["step"]]
             known = _Keys()
         key = known.of(row["event"], row)
         if key is not None:
@@ -357,8 +372,8 @@ def _ran_seconds(path: Path) -> float:
     return 0.0
 
 
-def _tail(path: Path) -> list[dict[str, Any]]:
-    """The newest rows of a file: at least those of the last two steps."""
+def _tail(path: Path, step: int = sys.maxsize) -> list[dict[str, Any]]:
+    """The newest rows of a file: at least those of the last two steps, and of `step` and later."""
     end, size = end_of_rows(path), _TAIL_BYTES
     while True:
         start = max(0, end - size)
@@ -367,7 +382,7 @@ def _tail(path: Path) -> list[dict[str, Any]]:
             lines = list(_whole_lines(file, path, start))
         # In the middle of a file, the first line may be the end of one.
         rows = [_parse(line, str(path)) for line in lines[start > 0 :]]
-        if start == 0 or (rows and rows[0]["step"] < rows[-1]["step"] - 1):
+        if start == 0 or (rows and rows[0]["step"] < min(step, rows[-1]["step"] - 1)):
             return rows
         size *= 4
 
