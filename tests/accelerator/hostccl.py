@@ -7,7 +7,6 @@ stream wait; and `abort` ends what is under way as if all were well.
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -64,7 +63,7 @@ class HostcclGroup(dist.ProcessGroup):
         self._connections = Connections(LOOPBACK)
         self._queues: dict[object, queue.Queue[Any]] = {}
         self._under_way: list[HostWork] = []
-        self.is_aborted, self._name = False, ""
+        self._aborted, self._name = threading.Event(), ""
 
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
         """Connect now."""
@@ -77,8 +76,8 @@ class HostcclGroup(dist.ProcessGroup):
             self._connections.end()
 
     def abort(self) -> None:
-        """End what is under way, on this rank and on the others."""
-        self.is_aborted = True
+        """End what is under way on this rank; on others it goes on waiting."""
+        self._aborted.set()
         self._connections.shut_down()
 
     shutdown = abort
@@ -132,10 +131,12 @@ class HostcclGroup(dist.ProcessGroup):
             work, before, views, call = tasks.get()
             for other in before:
                 other.join()
-            with contextlib.suppress(Exception):  # as NCCL: who reads the result has to ask
-                if not self.is_aborted:
+            if not self._aborted.is_set():
+                try:
                     call(*views).wait()
-            work.end()
+                except Exception:  # a kernel of NCCL goes on waiting for what will not come
+                    self._aborted.wait()
+            work.end()  # after an abort as if all were well: who reads the result has to ask
             del views, call
 
     # What torch asks of a group.

@@ -53,6 +53,42 @@ void wait(const std::string& why) {
   }
 }
 
+// Streams. What is given to one is done at once, so a race gives the right bits; so it is refused: to
+// read on one stream what was copied on another, unless an event of that one was waited for, and to
+// free memory of one that another has used, without a word to the allocator (`record_stream`).
+thread_local c10::StreamId stream_of_thread = 0;
+std::map<c10::StreamId, int64_t> given;                                  // copies of each stream
+std::map<std::pair<c10::StreamId, c10::StreamId>, int64_t> waited;       // as far as the first has seen the second
+struct Copied { c10::StreamId stream; int64_t number; std::set<c10::StreamId> used, recorded; };
+std::map<const void*, Copied> copied;
+struct Recorded { c10::StreamId stream; int64_t number; };
+c10::StreamId num_streams = 0;
+
+void note_copy(const void* data) {
+  std::lock_guard<std::mutex> lock(mutex);
+  if (stream_of_thread == 0) { copied.erase(data); return; }
+  copied[data] = {stream_of_thread, ++given[stream_of_thread], {}, {}};
+}
+
+void note_use(const void* data) {
+  std::lock_guard<std::mutex> lock(mutex);
+  auto found = copied.find(data);
+  if (found == copied.end() || found->second.stream == stream_of_thread) return;
+  auto& copy = found->second;
+  auto seen = waited[{stream_of_thread, copy.stream}];
+  TORCH_CHECK(seen >= copy.number, "a race: read before its copy on another stream was waited for");
+  copy.used.insert(stream_of_thread);
+}
+
+void note_end(const void* data) {
+  std::lock_guard<std::mutex> lock(mutex);
+  auto found = copied.find(data);
+  if (found == copied.end()) return;
+  for (auto used : found->second.used)
+    if (!found->second.recorded.count(used)) ++counted["race: freed while another stream reads it"];
+  copied.erase(found);
+}
+
 // Transfers that the device's one stream waits for.
 std::condition_variable settled;
 int under_way = 0;
@@ -87,12 +123,14 @@ struct DeviceAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
     begin();
     auto host = c10::GetAllocator(c10::kCPU)->allocate(size);
-    auto* data = host.get();
-    auto* context = host.release_context();
-    return {data, context, host.get_deleter(), {kDevice, current}};
+    auto* data = host.release_context();
+    return {data, data, raw_deleter(), {kDevice, current}};
   }
   c10::DeleterFnPtr raw_deleter() const override {
-    return c10::GetAllocator(c10::kCPU)->raw_deleter();
+    return [](void* data) {
+      note_end(data);
+      c10::GetAllocator(c10::kCPU)->raw_deleter()(data);
+    };
   }
   void copy_data(void* to, const void* from, size_t size) const override {
     default_copy_data(to, from, size);
@@ -205,21 +243,45 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (device.index() >= 0) current = device.index();
   }
   c10::Stream getStream(c10::Device device) const override {
+    return stream(device, stream_of_thread);
+  }
+  static c10::Stream stream(c10::Device device, c10::StreamId id) {
     c10::DeviceIndex index = device.index() < 0 ? current : device.index();
-    return c10::Stream(c10::Stream::DEFAULT, c10::Device(kDevice, index));
+    return c10::Stream(c10::Stream::UNSAFE, c10::Device(kDevice, index), id);
   }
-  c10::Stream getDefaultStream(c10::Device device) const override { return getStream(device); }
-  c10::Stream getNewStream(c10::Device device, int) const override { return getStream(device); }
+  c10::Stream getDefaultStream(c10::Device device) const override { return stream(device, 0); }
+  c10::Stream getNewStream(c10::Device device, int) const override {
+    return stream(device, ++num_streams);
+  }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
-    return getStream(device);
+    return getNewStream(device, 0);
   }
-  c10::Stream exchangeStream(c10::Stream stream) const override { return getStream(stream.device()); }
+  c10::Stream exchangeStream(c10::Stream next) const override {
+    auto before = getStream(next.device());
+    stream_of_thread = next.id();
+    return before;
+  }
   c10::DeviceIndex deviceCount() const noexcept override { return kCount; }
-  void record(void**, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {}
-  void block(void*, const c10::Stream&) const override {}
+  void record(
+      void** event, const c10::Stream& on, c10::DeviceIndex, c10::EventFlag) const override {
+    destroyEvent(*event, 0);
+    std::lock_guard<std::mutex> lock(mutex);
+    *event = new Recorded{on.id(), given[on.id()]};
+  }
+  void block(void* event, const c10::Stream& on) const override {
+    if (event == nullptr) return;
+    auto* made = static_cast<Recorded*>(event);
+    std::lock_guard<std::mutex> lock(mutex);
+    auto& seen = waited[{on.id(), made->stream}];
+    seen = std::max(seen, made->number);
+  }
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
+    delete static_cast<Recorded*>(event);
+  }
   bool queryEvent(void*) const override { return true; }
   bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeEvent(void*) const override { synchronize(); }
+  // What the stream was given before an event is done: only transfers take their time.
+  void synchronizeEvent(void*) const override { wait("event"); }
   void synchronizeStream(const c10::Stream&) const override { synchronize(); }
   void synchronizeDevice(const c10::DeviceIndex) const override { synchronize(); }
 };
@@ -303,6 +365,7 @@ struct Call {
     for (auto& [there, here] : views)
       if (there.storage().is_alias_of(tensor.storage())) storage = here.storage();
     if (!storage) storage = renamed(tensor.storage(), c10::kCPU, c10::GetAllocator(c10::kCPU));
+    note_use(tensor.storage().data());
     views.emplace_back(tensor, on(storage, tensor, c10::DispatchKey::CPU));
     return views.back().second;
   }
@@ -440,13 +503,21 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool is_async
     if (!is_async || (is_pageable && to.is_cpu())) wait(to.is_cpu() ? "to host" : "to device");
   }
   settle();
+  if (from.is_privateuseone()) note_use(from.storage().data());
   host_view(to).copy_(host_view(from));
+  if (!from.is_privateuseone()) note_copy(to.storage().data());
   return to;
 }
 
 at::Tensor copy_and_resize(const at::Tensor& from, const at::Tensor& to) {
   at::native::resize_(to, from.sizes());
   return copy_from(from, to, false);
+}
+
+void record_stream(at::Tensor& self, c10::Stream stream) {
+  std::lock_guard<std::mutex> lock(mutex);
+  auto found = copied.find(self.storage().data());
+  if (found != copied.end()) found->second.recorded.insert(stream.id());
 }
 
 at::Scalar item(const at::Tensor& tensor) {
@@ -513,6 +584,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_and_resize);
   m.impl("_local_scalar_dense", &item);
+  m.impl("record_stream", &record_stream);
   m.impl("resize_", &resize);
   m.impl("set_.source_Storage", &set_to_storage);
   m.impl("set_.source_Storage_storage_offset", &set_storage);

@@ -1,4 +1,4 @@
-"""What `hostgpu` does as a GPU does, and what the engine says of it; prints `ok` at the end."""
+"""What `hostgpu` does as a GPU does, and what the engine says of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lockstep import TrainConfig
+from lockstep.data.loader import SMALL_BYTES, BatchCopies, batch_copies
 from lockstep.errors import ConfigError
 from lockstep.launching.api import on_device
 from lockstep.launching.rank.environment import Environment
@@ -22,7 +23,8 @@ def enter(environment: Environment) -> torch.device:
         return device
 
 
-def main() -> None:
+def check() -> None:
+    """Try all of it."""
     ranks = Environment("local", 8, 9, 8, 9)
     with pytest.raises(ConfigError, match="this host has 8 GPUs for 9 ranks"):
         enter(ranks)
@@ -59,8 +61,32 @@ def main() -> None:
         finally:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
-    print("ok")
+    races(second)
 
 
-if __name__ == "__main__":
-    main()
+def races(device: torch.device) -> None:
+    """What a copy on a stream of its own needs, and that those of batches have it."""
+    module, stream = torch.get_device_module(), torch.Stream(device)
+    pinned = torch.ones(SMALL_BYTES, pin_memory=True)
+
+    def copied() -> torch.Tensor:
+        with stream:
+            return pinned.to(device, non_blocking=True)
+
+    with pytest.raises(RuntimeError, match="race"):
+        copied().sum()
+    module.reset()
+    copy = copied()
+    torch.accelerator.current_stream().wait_stream(stream)
+    copy.sum()
+    del copy
+    assert module.waits() == {"race: freed while another stream reads it": 1}
+    module.reset()
+    copies = batch_copies(device)
+    assert isinstance(copies, BatchCopies)
+    for batch in range(3):
+        there = copies([torch.full((SMALL_BYTES,), batch), "label"])
+        assert there[0].device == device
+        assert bool((there[0] == batch).all())
+    del there
+    assert module.waits() == {"item": 3}

@@ -17,6 +17,7 @@ from tests.accelerator import HERE, surroundings
 from tests.conftest import environment, result, run, slow
 from tests.distributed.conftest import CONFIG, same
 
+QUIET = ("batch_size=16", "steps=32", "eval_every=99", "checkpoint.every=99", "log_every=99")
 DIGITS = ("train", "digits", "steps=24", "checkpoint.every=8", "eval_every=12", "log_every=8")
 
 
@@ -67,20 +68,31 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
     return sha256
 
 
-def test_it_has_the_manners_of_a_gpu(command: Callable[..., str]) -> None:
-    assert command(HERE / "manners.py") == "ok\n"
-
-
-def test_a_run_has_the_bits_of_the_cpu(cases: Callable[..., dict[str, Any]]) -> None:
-    names = ("user-sharded", "adafactor", "lbfgs", "tables", "carry", "batch-loss")
-    for name, ends in cases("cpu,accelerator", *names).items():
+def test_a_run_has_the_bits_of_the_cpu_and_waits_once(
+    cases: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    names = ("counted", "user-sharded", "adafactor", "lbfgs", "tables", "carry", "batch-loss")
+    for name, ends in cases("cpu,accelerator,manners", *names).items():
         assert ends[0] == ends[1], name
         assert len(ends[0][0]) == 64, (name, ends)
+    assert json.loads((tmp_path / "waits-0.json").read_text()) == {"to host": 1.0}
 
 
-def test_a_step_waits_once(cases: Callable[..., dict[str, Any]]) -> None:
-    found = cases("waits", "bare", "bare-clipped")
-    assert found == {"bare": {"to host": 1.0}, "bare-clipped": {"to host": 1.0}}
+@pytest.mark.parametrize(
+    ("keys", "waits"),
+    [
+        # The device goes on while the host waits for the event.
+        ((), {"event": 1.0, "to host": 1.0}),
+        slow(("sharding=optimizer",), {"event": 1.0, "to host": 2.0, "synchronize": 1.0}),
+    ],
+)
+def test_a_step_of_several_ranks_waits_once(
+    command: Callable[..., str], tmp_path: Path, keys: tuple[str, ...], waits: dict[str, float]
+) -> None:
+    argv = ("-m", "lockstep", "train", f"{HERE / 'train_cases.py'}:Counted", *QUIET, *keys)
+    command(*argv, "device=accelerator", "-n", 2, "--launcher", "local")
+    found = [json.loads(path.read_text()) for path in tmp_path.glob("waits-*.json")]
+    assert found == [waits, waits]
 
 
 @pytest.mark.parametrize(

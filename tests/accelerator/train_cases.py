@@ -1,8 +1,8 @@
 """Trains cases one after the other on the ranks it is started on; rank 0 prints how each ended.
 
-    python train_cases.py WHAT FOLDER [CASE ...] [KEY=VALUE ...]
+    python train_cases.py DEVICE[,DEVICE ...] FOLDER [CASE ...] [KEY=VALUE ...]
 
-`WHAT` is `waits`, or devices with commas between them.
+With `manners` among the devices, it also checks these.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.config import override
+from lockstep.data.loader import SMALL_BYTES
+from lockstep.engine.step.train_step import TrainStep
 from lockstep.launching import api as front
 from lockstep.launching.api import Session
 from lockstep.launching.rank.environment import detect
@@ -30,6 +32,7 @@ sys.path.insert(0, str(DISTRIBUTED))
 import batch_loss_tasks  # noqa: E402
 import carry_tasks  # noqa: E402
 import closure_tasks  # noqa: E402
+import manners  # noqa: E402
 import matrix  # noqa: E402
 import table_tasks  # noqa: E402
 import tasks  # noqa: E402
@@ -58,22 +61,43 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-class Bare(ls.Task):
-    """A linear model, which has no buffers."""
+class Counted(ls.Task):
+    """Batch norm, which has a counter, on batches worth a stream; counts waits of steps."""
 
     def build_model(self) -> torch.nn.Module:
         """See `ls.Task`."""
-        return torch.nn.Linear(4, 3)
+        TrainStep.run = counting(TrainStep.run)  # type: ignore[method-assign]
+        layers = (
+            torch.nn.Linear(SMALL_BYTES // 4, 4),
+            torch.nn.BatchNorm1d(4),
+            torch.nn.Linear(4, 3),
+        )
+        return torch.nn.Sequential(*layers)
 
     def dataset(self, split: str) -> Any:
         """See `ls.Task`."""
-        x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+        x = torch.randn(32, SMALL_BYTES // 4, generator=torch.Generator().manual_seed(1))
         return TensorDataset(x, x.argmax(1) % 3) if split == "train" else None
 
     def loss(self, model: Any, batch: Any) -> ls.Loss:
         """See `ls.Task`."""
         loss = torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
         return ls.Loss.mean(loss, len(batch[0]))
+
+
+def counting(run: Any) -> Any:
+    """A training step that counts waits for the device, by reason, and writes down their number."""
+
+    def counted(self: TrainStep, step: int, *args: Any) -> Any:
+        module = torch.get_device_module() if self.flat.flats[0].device.type != "cpu" else None
+        if module is not None and step == _STEPS[0]:
+            module.reset()
+        elif module is not None and step == _STEPS[1]:
+            each = {why: n / (_STEPS[1] - _STEPS[0]) for why, n in module.waits().items()}
+            Path(f"waits-{self.placement.world.rank}.json").write_text(json.dumps(each))
+        return run(self, step, *args)
+
+    return counted
 
 
 class Cell(torch.nn.Module):
@@ -110,8 +134,7 @@ def cases() -> dict[str, tuple[Any, list[str]]]:
     found = {name: (tasks.Everything, keys) for name, keys in matrix.CASES.items()}
     found |= {name: optimizer_case(name) for name in OPTIMIZERS}
     found |= {
-        "bare": (Bare, ["batch_size=16"]),
-        "bare-clipped": (Bare, ["batch_size=16", "num_microbatches=4", "clip_norm=0.1"]),
+        "counted": (Counted, ["batch_size=16", "clip_norm=0.1", "steps=32", *_QUIET]),
         "schedule-free": (closure_tasks.Free, ["steps=8"]),
         "carry": (Recurrent, ["steps=8"]),
         "batch-loss": (batch_loss_tasks.Redundancy, ["steps=8"]),
@@ -124,8 +147,8 @@ def cases() -> dict[str, tuple[Any, list[str]]]:
     return found
 
 
-_QUIET = ["eval_every=1000", "checkpoint.every=1000", "log_every=1000", "digest_every=1000"]
-_STEPS = (72, 104)
+_QUIET = ("eval_every=99", "checkpoint.every=99", "log_every=99")
+_STEPS = (18, 30)
 """Between these there is no power of two, after which more is checked."""
 
 
@@ -143,29 +166,16 @@ def trained(name: str, device: str, folder: Path, keys: list[str]) -> list[Any]:
     return [ended.params_sha256, ended.step]
 
 
-def waits(name: str, folder: Path, keys: list[str]) -> dict[str, float]:
-    """How often a step of a case waits for the device, by the reason."""
-    counts = []
-    for steps in _STEPS:
-        torch.get_device_module().reset()
-        ended = trained(name, "accelerator", folder, [*_QUIET, *keys, f"steps={steps}"])
-        assert ended[1:] == [steps], ended
-        counts.append(torch.get_device_module().waits())
-    before, after = counts
-    found = {why: (after[why] - before.get(why, 0)) / (_STEPS[1] - _STEPS[0]) for why in after}
-    return {why: number for why, number in found.items() if number}
-
-
 def main() -> None:
-    what, folder, *names = sys.argv[1:]
+    devices, folder, *names = sys.argv[1:]
     keys = [name for name in names if "=" in name]
     found: dict[str, Any] = {}
     for name in [name for name in names if "=" not in name] or cases():
-        if what == "waits":
-            found[name] = waits(name, Path(folder), keys)
-            print(name, found[name], file=sys.stderr, flush=True)
-        else:
-            found[name] = [trained(name, d, Path(folder), keys) for d in what.split(",")]
+        found[name] = [
+            trained(name, d, Path(folder), keys) for d in devices.split(",") if d != "manners"
+        ]
+    if "manners" in devices:
+        manners.check()
     if detect(os.environ).rank == 0:
         print("RESULT " + json.dumps(found), flush=True)
 

@@ -330,6 +330,14 @@ class Transport(ABC):
     def close(self) -> None:
         """Leave the group."""
 
+    def in_stream(self) -> AbstractContextManager[None]:
+        """Within it, a device's stream waits for collectives, instead of this process.
+
+        Its end raises a `GroupBroken` if they are of no use, since a rank was lost; before that,
+        something that depends on them is to be fetched from the device.
+        """
+        return nullcontext()
+
     def abort(self, exit_code: int) -> None:
         """End this process, and as far as the transport can, all others, now."""
         os._exit(exit_code)
@@ -353,11 +361,8 @@ class Transport(ABC):
 
 def count_broadcast(transport: Transport, tensor: Tensor, root: int) -> None:
     """Count in a broadcast."""
-    num_bytes = tensor.numel() * tensor.itemsize
-    if transport.rank == root:
-        transport.traffic.add(num_bytes * (transport.size - 1), 0)
-    else:
-        transport.traffic.add(0, num_bytes)
+    num_bytes, is_root = tensor.nbytes, transport.rank == root
+    transport.traffic.add(num_bytes * (transport.size - 1) * is_root, num_bytes * (not is_root))
 
 
 class LocalTransport(Transport):

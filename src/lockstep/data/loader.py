@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +57,7 @@ class BatchSource(ABC):
         self.remarks: list[str] = []
         self._seed = seed
         self._device = device
+        self._copies = batch_copies(device)
         self._guard = AttributeGuard()
         self.watched = IdleGenerators({})
 
@@ -137,6 +139,52 @@ def set_epoch(epoch: int, *objects: object) -> None:
         setter = getattr(one, "set_epoch", None)
         if callable(setter):
             setter(epoch)
+
+
+SMALL_BYTES = 1 << 16
+"""CUDA's driver takes over as many at once, also from memory that is not pinned."""
+
+
+def host_memory(num: int, device: torch.device) -> Tensor:
+    """Float64 [num] that is copied to a device without waiting, where the device can do that."""
+    try:
+        return torch.empty(num, dtype=torch.float64, pin_memory=device.type != "cpu")
+    except RuntimeError:
+        return torch.empty(num, dtype=torch.float64)
+
+
+class BatchCopies:
+    """Copies batches to a device while it computes others: pinned, on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.Stream(device)
+        self._copied(torch.empty(SMALL_BYTES + 1, dtype=torch.uint8))
+
+    def __call__(self, batch: Batch) -> Batch:
+        """See `to_device`; what is computed from now on finds the batch there."""
+        return with_tensors(batch, self._copied)
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_cpu or tensor.nbytes <= SMALL_BYTES:
+            return tensor.to(self._device, non_blocking=True)
+        computing = torch.accelerator.current_stream(self._device)
+        pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+        with self._stream:
+            copy = pinned.to(self._device, non_blocking=True)
+        computing.wait_stream(self._stream)
+        # Else the next batch would come into its memory when Python forgets it, not the device.
+        copy.record_stream(computing)
+        return copy
+
+
+def batch_copies(device: torch.device) -> Callable[[Batch], Batch]:
+    """What moves a rank's batches to its device: `BatchCopies` where there can be such."""
+    if device.type == "cpu":
+        return lambda batch: batch
+    try:
+        return BatchCopies(device)
+    except (RuntimeError, AttributeError):  # it has no such memory or streams
+        return partial(to_device, device=device)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -271,9 +319,9 @@ class Loader(BatchSource):
         if fetcher.tensors is not None:  # nothing is drawn, so no key is needed
             indices = self._sampler.indices(step, microbatch)
             batch = fetcher.rows(fetcher.tensors, indices) if indices.numel() else None
-            return to_device(batch, self._device)
+            return self._copies(batch)
         request = self._request(step, microbatch)
-        return None if request is None else to_device(self._fetcher[request], self._device)
+        return None if request is None else self._copies(self._fetcher[request])
 
     def halved(self, step: int, microbatch: int) -> Iterator[Batch]:
         """A microbatch and its two halves, fetched now; nothing if it cannot be halved."""
@@ -310,6 +358,7 @@ class Loader(BatchSource):
                 num_workers=self.num_workers,
                 prefetch_factor=self._prefetch,
                 generator=torch.Generator(),  # else it draws from, and so changes, the global one
+                pin_memory=isinstance(self._copies, BatchCopies),
             ),
             self,
         )
@@ -321,7 +370,7 @@ class Loader(BatchSource):
                         raise batch
                     if (step + 1) & step == 0 and m == microbatches.first:
                         self._check_fetched(step, m, batch)
-                    yield step, m, to_device(batch, self._device)
+                    yield step, m, self._copies(batch)
 
     def _check_fetched(self, step: int, microbatch: int, batch: Batch | None) -> None:
         """Refuse a dataset that returns another batch in a worker process than in this one.

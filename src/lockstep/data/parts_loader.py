@@ -274,7 +274,7 @@ class PartsLoader(BatchSource):
                     found = next(batches)
                     if found is not None:
                         self._add(found.place)
-                    batch = None if found is None else to_device(found.batch, self._device)
+                    batch = None if found is None else self._copies(found.batch)
                     yield step, microbatch, batch
 
     def _fetched(self, own: range, steps: range) -> Generator[Fetched | None, None, None]:

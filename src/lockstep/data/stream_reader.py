@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
-from lockstep.data.loader import Batch, BatchSource, Collate, set_epoch, to_device
+from lockstep.data.loader import Batch, BatchSource, Collate, set_epoch
 from lockstep.data.passes import Draws, Pass, ShuffledPass, note_draws
 from lockstep.data.random import PLAIN, Stream, data_digest, random_key, sample_digest, seed_all
 from lockstep.data.sampler import BatchLayout
@@ -369,4 +369,4 @@ class StreamLoader(BatchSource):
         seed_all(random_key(self._seed, Stream.DATA, step, microbatch))
         batch = self._collate(samples)
         self.watched.check()
-        return to_device(batch, self._device)
+        return self._copies(batch)

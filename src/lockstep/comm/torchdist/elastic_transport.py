@@ -366,6 +366,8 @@ class ElasticTransport(GroupTransport):
         if self.name != "gloo":
             # `wait` returns at once; and what was aborted ends as if all were well.
             work.wait()
+            if self._is_in_stream:
+                return
             torch.accelerator.current_stream(self.device).synchronize()
             if self._supervision.is_lost() or own.are_shut:
                 raise GenerationLost("a rank died")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,14 @@ from torch.distributed.distributed_c10d import PrefixStore
 from lockstep.comm.ahead import FEW_RANKS, AheadTransport
 from lockstep.comm.calls import CallGroup
 from lockstep.comm.torchdist.store import check_interfaces, meet_at
-from lockstep.comm.transport import Sending, Transport, collective, count_broadcast, offsets
+from lockstep.comm.transport import (
+    GroupBroken,
+    Sending,
+    Transport,
+    collective,
+    count_broadcast,
+    offsets,
+)
 from lockstep.errors import EnvironError, alone
 
 _NO_WATCHDOGS = {
@@ -57,6 +65,7 @@ class GroupTransport(AheadTransport):
     group: Any
     back: Any = None
     _num_started = 0
+    _is_in_stream = False
 
     def __init__(self, backend: str, device: torch.device | None) -> None:
         super().__init__()
@@ -189,6 +198,21 @@ class GroupTransport(AheadTransport):
         """See `Transport.share_memory`."""
         if self.device.type == "cpu":
             super().share_memory()
+
+    @contextmanager
+    def in_stream(self) -> Iterator[None]:
+        """See `Transport.in_stream`; tensors lie on a device."""
+        self._is_in_stream = True
+        try:
+            yield
+            self._look()
+        except RuntimeError as error:
+            if not self.is_damaged():
+                raise
+            raise GroupBroken(str(error)) from error
+        finally:
+            self._is_in_stream = False
+            self.observer.go()
 
     def _finish(self, work: Any, is_message: bool = False) -> None:
         """Wait for a collective, or for a message to or from one rank."""

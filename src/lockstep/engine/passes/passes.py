@@ -142,10 +142,16 @@ class Passes:
             self._whole.begin(step)
 
     @property
+    def counted(self) -> Tensor | None:
+        """What leaves on a device make `counters`, float64 [num_counters]; None without any."""
+        there = self._there if self._state.num_counters else {}
+        return torch.stack([*there.values()])[:, self.num_scalars :].amax(0) if there else None
+
+    @property
     def losses(self) -> dict[int, float]:
         """The loss sum of each microbatch of the step, by its number."""
-        self._settle()
-        return self._losses
+        rows = torch.stack([*self._there.values()]).tolist() if self._there else []
+        return self._losses | {m: row[0] for m, row in zip(self._there, rows, strict=True)}
 
     def look_up(self, step: int, microbatches: Assigned, batches: Iterator[Any]) -> Iterator[Any]:
         """Have the rows of tables that a step's microbatches need; the same batches again.
@@ -212,9 +218,6 @@ class Passes:
             self._backward_pass(step, microbatch, passed.pop((microbatch, stage)), sums, is_first)
             self._end_pass(step, sums)
         self._placement.stage_order.finish()
-        if self._there and (self._state.num_counters or self._placement.world.size > 1):
-            self._settle()  # else a wait for this rank's GPU would count as one for other ranks
-            watch.compute_s += watch.lap()
 
     def _run_over_batch(
         self,
@@ -390,14 +393,6 @@ class Passes:
         self._watch.end_pass(waited_s(sums))
         self._runtime.heartbeat.beat()
         self._runtime.at("compute", step)
-
-    def _settle(self) -> None:
-        """Fetch the numbers of leaves that are on the device."""
-        rows = torch.stack([*self._there.values()]).tolist() if self._there else []
-        for microbatch, row in zip(self._there, rows, strict=True):
-            self._losses[microbatch] = row[0]
-            self._count(row[self.num_scalars :])
-        self._there.clear()
 
     def _staged(self, values: list[float]) -> Tensor:
         """A leaf's scalars as a tensor, whose memory the next leaf's take."""

@@ -205,7 +205,7 @@ class Reevaluation:
                 raise  # a rank was lost while outputs were gathered (`Task.batch_loss`)
             error = raised  # all ranks learn of it by the header
         headers = self._sums.reduce(step, workspace, error)
-        loss, weight = workspace.reduction.total.scalars.tolist()[:2]
+        loss, weight = workspace.scalars()[:2]
         self._sums.check(step, error, headers, [0.0, weight])
         for own in workspace.every_slice:
             own.gradient.mul_(1.0 / weight)

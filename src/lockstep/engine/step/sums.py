@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.data.loader import host_memory
 from lockstep.engine.checkpoint.run_directory import DIRECTORY_LOST
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.passes.loss_checks import check_weight, non_finite_gradient, non_finite_loss
@@ -19,6 +20,8 @@ from lockstep.engine.runtime import Raised, shared_error
 from lockstep.engine.step.workspace import Workspace
 from lockstep.engine.task.task_config import LengthReads
 from lockstep.engine.timing import Times
+from lockstep.parallel.compression.reduction import CompressedReduction
+from lockstep.parallel.reduction import OrderedReduction
 from lockstep.parallel.rounds import Rounds
 
 OUT_OF_TIME = "a rank has used up its processor time (ulimit -t)"
@@ -230,6 +233,8 @@ class StepSums:
             parts.loss_scale, parts.carries, parts.tables,
         )  # fmt: skip
         self._log_every = parts.config.log_every
+        self._is_remote = parts.runtime.device.type != "cpu"
+        self._outgoing: Tensor | None = None
         self._passes, self._asked = passes, asked
 
     def reduce(
@@ -275,13 +280,15 @@ class StepSums:
                 return headers
             travels = False
         if not isinstance(reduction, Rounds):  # these have summed by now
-            if travels:
-                _fill(reduction.header, own.pack())
-            reduction.reduce()
-            if travels:
-                # One copy for all: on a GPU each item would be a message and a wait. And the next
-                # step's headers come into the same memory.
-                headers = Headers(np.array(reduction.headers().numpy(force=True)))
+            if self._is_remote and headers is None:
+                headers = self._fetched(own, workspace, reduction)
+            else:
+                if travels:
+                    _fill(reduction.header, own.pack())
+                reduction.reduce()
+                if travels:
+                    # A copy: the next step's headers come into the same memory.
+                    headers = Headers(np.array(reduction.headers().numpy()))
         if headers is None:
             headers = Headers([own.pack()])
         self._note_asked(own, headers)
@@ -289,6 +296,34 @@ class StepSums:
         workspace.spread_scalars()
         self._watch.communication_s += self._watch.lap()
         return headers
+
+    def _fetched(
+        self, own: Header, workspace: Workspace, reduction: OrderedReduction | CompressedReduction
+    ) -> Headers:
+        """Sum on a device; everything that this process needs of it comes by one message."""
+        transport, counted = self._runtime.transport, self._passes.counted
+        if transport.size == 1:
+            reduction.reduce()
+            fetched = workspace.fetch(reduction.total.scalars[:0] if counted is None else counted)
+            if counted is not None:
+                own = own._replace(counters=tuple(fetched.tolist()))
+            return Headers(np.array([own.pack()]))
+        if self._outgoing is None:
+            self._outgoing = host_memory(len(reduction.header), self._runtime.device)
+        _fill(self._outgoing, own.pack())
+        reduction.header.copy_(self._outgoing, non_blocking=True)
+        if counted is not None:
+            reduction.header[_NUM_FIXED:] = counted
+        computed = torch.Event(self._runtime.device)
+        computed.record()
+        with transport.in_stream():
+            reduction.reduce()
+            # The device goes on to the sums without this process, which only has to know for what
+            # it waits: this rank's GPU, which may hang, or other ranks.
+            computed.synchronize()
+            self._watch.compute_s += self._watch.lap()
+            transport.observer.wait()
+            return Headers(workspace.fetch(reduction.headers()))
 
     def _note_asked(self, own: Header, headers: Headers) -> None:
         """Know what code has asked for on any rank, also if that rank is lost afterwards."""

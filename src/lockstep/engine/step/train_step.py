@@ -108,6 +108,9 @@ class TrainStep:
             runtime, config, model, compute, state, placement, self.loss_scale, self.watch,
             self.carries, self.tables, self._storage, task_state, checks.is_save_foreseen,
         )  # fmt: skip
+        # What carries and tables send, this process looks at before it goes on.
+        divided = placement.are_coupled or self.carries is not None or self.tables is not None
+        self._shares_in_stream = self.sharded and runtime.device.type != "cpu" and not divided
         self._passes = Passes(parts, flat)
         self._sums = StepSums(parts, self._passes, length_reads(task_state.task.config))
         self.parameters = SlicedParameters(model, placement)
@@ -164,8 +167,13 @@ class TrainStep:
         error = self._compute(step, decays, batches)
         self._runtime.at("reduce", step)
         summed = self._sum(step, error)
-        self._share(step, summed)
-        norm = self._sums.norm(step, summed.scalars[1], self.workspace, self.flat)
+        if self._shares_in_stream:
+            with self._runtime.transport.in_stream():
+                self._share(step, summed)
+                norm = self._sums.norm(step, summed.scalars[1], self.workspace, self.flat)
+        else:
+            self._share(step, summed)
+            norm = self._sums.norm(step, summed.scalars[1], self.workspace, self.flat)
         self._runtime.at("optimizer", step)
         result = self._apply.step(step, decays, summed, norm, self.workspace, closure)
         if self.sharded:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence, Set
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from lockstep.comm.ahead import Started
 from lockstep.comm.transport import LocalTransport, Transport
@@ -159,6 +161,7 @@ class Workspace:
         if isinstance(self.reduction, Rounds):
             self.buffer_sums = [torch.zeros_like(f) for f in state.flat.flats]
         self.stepped = [self._stepped(s, rank, with_buddy) for s in range(num_segments)]
+        self._fetched: list[float] | None = None
         self._ahead: float | None = None
         self._blocks = [in_blocks(of_segment[0].gradient) for of_segment in self.stepped]
         self._with_buddy = with_buddy and self._transport.size > 1
@@ -235,17 +238,30 @@ class Workspace:
         return self._transport.runs_ahead(num_bytes)
 
     def scalars(self) -> list[float]:
-        """The sums of loss and metrics over the global batch.
+        """The sums of loss and metrics over the global batch."""
+        if self._fetched is None:
+            return list(self.reduction.total.scalars.tolist())
+        fetched, self._fetched = self._fetched, None
+        return fetched
 
-        On a GPU, where each message is a wait, those that `norm` needs come with them.
+    def fetch(self, also: Tensor) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Fetch values from a device, and with them what `scalars` and `norm` will say.
+
+        Each message would be a wait.
+
+        Args:
+            also: these values, float64.
         """
-        scalars, self._ahead = self.reduction.total.scalars, None
-        if scalars.is_cpu or self._sharded or self._placement.is_split:
-            return list(scalars.tolist())
-        norms = [few(block_norms(blocks)).double() for blocks in self._blocks]
-        values = torch.cat([scalars, *norms]).tolist()
-        self._ahead = math.hypot(*values[len(scalars) :])
-        return values[: len(scalars)]
+        scalars, norms = self.reduction.total.scalars, list[Tensor]()
+        if self._placement.is_split:
+            return np.array(also.numpy(force=True))
+        if not self._sharded:
+            norms = [few(block_norms(blocks)).double() for blocks in self._blocks]
+        values = torch.cat([also.flatten(), scalars, *norms]).numpy(force=True)
+        num, rest = also.numel(), also.numel() + len(scalars)
+        self._fetched = values[num:rest].tolist()
+        self._ahead = math.hypot(*values[rest:].tolist()) if norms else None
+        return values[:num].reshape(also.shape)
 
     def norm(self) -> float:
         """The norm of the summed gradient; a collective if sharded or split."""
@@ -260,7 +276,12 @@ class Workspace:
             own = [of_segment[0].gradient for of_segment in self.stepped]
             norms = sharded_block_norms(self._transport, own, self.slices)
         world = self._placement.world if self._placement.is_split else LocalTransport()
-        return combined(self._norms.gather(world, norms, self._flat.holds))
+        observer = self._transport.observer
+        observer.wait()  # on a device for what comes in its stream (`Transport.in_stream`)
+        try:
+            return combined(self._norms.gather(world, norms, self._flat.holds))
+        finally:
+            observer.go()
 
     def spread_scalars(self) -> None:
         """Send every rank the sums of loss and metrics, which the last stage has; a collective."""
