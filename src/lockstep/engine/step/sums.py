@@ -307,13 +307,13 @@ class StepSums:
             fetched = workspace.fetch(reduction.total.scalars[:0] if counted is None else counted)
             if counted is not None:
                 own = own._replace(counters=tuple(fetched.tolist()))
-            return Headers(np.array([own.pack()]))
+            return Headers([own.pack()])
         if self._outgoing is None:
             self._outgoing = host_memory(len(reduction.header), self._runtime.device)
         _fill(self._outgoing, own.pack())
         reduction.header.copy_(self._outgoing, non_blocking=True)
         if counted is not None:
-            reduction.header[_NUM_FIXED:] = counted
+            reduction.header[_NUM_OWN:-_NUM_TIMES] = counted
         computed = torch.Event(self._runtime.device)
         computed.record()
         with transport.in_stream():
