@@ -90,22 +90,27 @@ class EventHub:
     """Shows and stores events where it is open, on rank 0; elsewhere it keeps the newest ones.
 
     So if rank 0 is lost, the next one can store what may not have been stored yet; sinks do not
-    store an event twice. Every hub measures what steps cost, and emits it before the end.
+    store an event twice. On the first rank of a host with a run directory of its own it is open,
+    too, and only stores. Every hub measures what steps cost, and emits it before the end.
 
     Args:
-        open_sinks: function that opens everything that shows and stores events.
+        open_sinks: function that opens everything that stores events, and what shows them if its
+            argument says so.
     """
 
-    def __init__(self, open_sinks: Callable[[], Sinks]) -> None:
+    def __init__(self, open_sinks: Callable[[bool], Sinks]) -> None:
         self._open_sinks = open_sinks
         self._sinks: Sinks | None = None
+        self._shows = False
         self._recent: list[Event] = []
         self._meter = StepMeter()
 
-    def open(self) -> None:
-        """Show and store events from now on; no-op if open."""
+    def open(self, shows: bool = True) -> None:
+        """Store events from now on, and show them if `shows`; no-op if it does."""
+        if self._shows != shows:
+            self.close()
         if self._sinks is None:
-            self._sinks = self._open_sinks()
+            self._sinks, self._shows = self._open_sinks(shows), shows
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
