@@ -16,7 +16,7 @@ from lockstep.observe.storing.metrics_csv import MetricsCsv
 
 def desk(folder: Path) -> EventHub:
     return EventHub(
-        lambda: Sinks([EventsJsonl(folder / "events.jsonl"), MetricsCsv(folder / "metrics.csv")])
+        lambda _: Sinks([EventsJsonl(folder / "events.jsonl"), MetricsCsv(folder / "metrics.csv")])
     )
 
 

@@ -47,7 +47,7 @@ def picture(seed: int) -> np.ndarray:
 
 def hub(folder: Path) -> EventHub:
     return EventHub(
-        lambda: Sinks(
+        lambda _: Sinks(
             [
                 Pictures(folder),
                 EventsJsonl(folder / "events.jsonl"),

@@ -181,7 +181,7 @@ def test_no_step_costs_that(cost: tuple[float, int]) -> None:
 
 def hub() -> tuple[EventHub, Recorder]:
     recorder = Recorder()
-    return EventHub(lambda: Sinks([recorder])), recorder
+    return EventHub(lambda _: Sinks([recorder])), recorder
 
 
 @pytest.mark.parametrize("plan", [[], [PLAN]])

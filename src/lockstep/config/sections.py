@@ -142,6 +142,9 @@ class CheckpointConfig(Section):
     keeps none."""
     background: bool = Field(default=True, json_schema_extra=NO_OUTCOME)
     """Write in a background thread from a copy in memory."""
+    copies: Positive = Field(default=1, json_schema_extra=NO_OUTCOME)
+    """Number of hosts that keep each checkpoint, where each has a run directory of its own: with 2,
+    a host that is lost with its disk loses nothing."""
     file_bytes: Positive = Field(default=256 << 20, json_schema_extra=NO_OUTCOME)
     """Most bytes of tensors in a file, unless one has more."""
 

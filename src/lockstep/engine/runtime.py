@@ -9,7 +9,7 @@ import mmap
 import os
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -142,7 +142,8 @@ class Runtime:
         is_one_host: whether all ranks were started on one host.
         listen: function that takes events, on every rank; on rank 0 it shows and stores them.
         stop_reason: function that returns why the run should end after this step, if it should.
-        take_over: function that makes this process, now rank 0, the one that shows and stores.
+        take_over: collective that makes rank 0, and the first rank of each host that has a run
+            directory of its own, the ones that show and store; returns what users should know.
         at: function that is called at each moment of a step, see `faults.Moment`.
         heartbeat: heartbeat of this process, for its watchdog.
         backlog: events that rank 0 may not have stored yet.
@@ -156,7 +157,7 @@ class Runtime:
     local_rank: int
     listen: Emit
     stop_reason: Callable[[], str | None]
-    take_over: Callable[[], None] = lambda: None
+    take_over: Callable[[], Sequence[str]] = tuple
     at: At = nothing
     on_step: Callable[[int], None] = nothing_after_step
     heartbeat: Heartbeat = field(default_factory=Heartbeat)

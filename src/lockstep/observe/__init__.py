@@ -55,24 +55,29 @@ class EventHub(Backlog):
 
     So if rank 0 is lost, while its disk is full or before, the next one can store what it had not;
     sinks do not store an event twice. Ranks learn in each step what rank 0 has stored, and are
-    never more than one step apart. Every hub measures what steps cost, and emits it before the end.
+    never more than one step apart. On the first rank of a host with a run directory of its own it
+    is open, too, and only stores. Every hub measures what steps cost, and emits it before the end.
 
     Args:
-        open_sinks: function that opens everything that shows and stores events.
+        open_sinks: function that opens everything that stores events, and what shows them if its
+            argument says so.
     """
 
-    def __init__(self, open_sinks: Callable[[], Sinks]) -> None:
+    def __init__(self, open_sinks: Callable[[bool], Sinks]) -> None:
         self._open_sinks = open_sinks
         self._sinks: Sinks | None = None
+        self._shows = False
         self._kept: deque[Event] = deque()
         self._from = 0
         self._has_begun = False
         self._meter = StepMeter()
 
-    def open(self) -> None:
-        """Show and store events from now on; no-op if open."""
+    def open(self, shows: bool = True) -> None:
+        """Store events from now on, and show them if `shows`; no-op if it does."""
+        if self._shows != shows:
+            self.close()
         if self._sinks is None:
-            self._sinks = self._open_sinks()
+            self._sinks, self._shows = self._open_sinks(shows), shows
 
     def __call__(self, event: Event) -> None:
         """Take one event."""

@@ -22,6 +22,7 @@ from torch import nn
 
 from lockstep.config import CheckpointConfig, MeshConfig, TrainConfig
 from lockstep.engine.assembly import Parts, assemble
+from lockstep.engine.checkpoint import copies as copies_module
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint import share as share_module
@@ -197,7 +198,7 @@ def test_ranks_that_do_not_see_the_folder_leave_all_to_rank_0(
         tmp_path / m / "checkpoints" / "step_00000002" for m in ("alone", "stages", "slices")
     ]
     assert tensor_files(folders[0]) == tensor_files(folders[1]) == tensor_files(folders[2])
-    monkeypatch.setattr(share_module, "opened_everywhere", lambda transport, snapshot: None)
+    monkeypatch.setattr(copies_module, "opened_everywhere", lambda transport, snapshot: None)
     monkeypatch.setattr(
         "lockstep.engine.checkpoint.checkpointer.opened_everywhere", lambda *arguments: None
     )
@@ -221,7 +222,7 @@ def test_a_checkpoint_at_the_same_path_of_another_disk_is_not_taken(
 
     def body(transport: ThreadTransport) -> bool:
         snapshot = checkpoint.read(folder) if transport.rank == 0 else None
-        return share_module.opened_everywhere(transport, snapshot) is not None
+        return copies_module.opened_everywhere(transport, snapshot) is not None
 
     assert on_ranks(2, body) == [True, True]
     stamps = iter([stamp, [0, *stamp[1:]]])

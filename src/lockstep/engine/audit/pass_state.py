@@ -274,6 +274,14 @@ def named(paths: Iterable[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + more
 
 
+def differing(paths: Sequence[str]) -> str:
+    """The warning about values that have differed between ranks since the start."""
+    return (
+        f"{named(paths)}: differs between ranks since the start; no result may depend on it. If "
+        f"none does, say so: `scratch = ({paths[0]!r},)` in the task's class"
+    )
+
+
 def remedy(path: str) -> str:
     """What a user can do about state at a path."""
     return (

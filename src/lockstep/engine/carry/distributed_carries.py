@@ -23,11 +23,13 @@ from lockstep.engine.carry import (
     Carries,
     Carry,
     CarryByNumber,
+    from_named,
     indexed,
     num_words,
     pack,
     unpack,
 )
+from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.share import Held, Scattered
 from lockstep.engine.checkpoint.tensor_files import Kind
 from lockstep.engine.flat_tensors import FlatTensors
@@ -196,6 +198,24 @@ class DistributedCarries(Carries):
         for theirs in self._placement.world.gather_json(self.digests()):
             known |= theirs
         return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+
+    def restore(
+        self, saved: Snapshot | None, is_everywhere: bool, microbatches: Sequence[Assigned]
+    ) -> None:
+        """Bring carries of a checkpoint to the ranks that compute their microbatches; a collective.
+
+        Args:
+            saved: the checkpoint, on ranks that have read it: all, or rank 0.
+            is_everywhere: whether all have.
+            microbatches: those of each rank.
+        """
+        wanted = sorted(self.wanted(microbatches)) if is_everywhere else [*range(self.num_carries)]
+        found: CarryByNumber = {}
+        if saved is not None:
+            found = from_named(saved.carry, saved.meta["carry"], wanted, self._runtime.device)
+        # If rank 0 alone has read them, `redistribute` sends them on.
+        self.replace(found)
+        self.redistribute(microbatches)
 
     def scattered(self) -> tuple[dict[str, Scattered], dict[str, Any]]:
         """All carries, for a checkpoint; see `scattered_carries`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -10,18 +11,24 @@ from typing import Any
 
 from lockstep.config import TrainConfig
 from lockstep.engine.assembly import Parts
-from lockstep.engine.audit.pass_state import named
-from lockstep.engine.carry import from_named
+from lockstep.engine.audit.pass_state import differing
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
+from lockstep.engine.checkpoint.copies import (
+    bring,
+    even_out,
+    opened_everywhere,
+    settle,
+)
 from lockstep.engine.checkpoint.origin import check_data, manifest_of
+from lockstep.engine.checkpoint.owners import on_owners
 from lockstep.engine.checkpoint.run_directory import RunDirectory
-from lockstep.engine.checkpoint.share import Files, files_of, opened_everywhere
+from lockstep.engine.checkpoint.share import Files, files_of
 from lockstep.engine.checkpoint.writer import AsyncWriter
 from lockstep.engine.digests import check_rounding
 from lockstep.engine.events import Checkpointed, Event, Resumed, Warned
 from lockstep.engine.recovery.leader import numbers_of_state
-from lockstep.engine.recovery.replica_checks import check_replicas, check_streams
+from lockstep.engine.recovery.replica_checks import check_all, check_streams
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Runtime, everywhere, on_first
 from lockstep.engine.snapshot.capture import ScatteredState, capture
@@ -69,7 +76,13 @@ class Checkpointer:
         self._on_written = on_written
         self._writer = self._new_writer()
         self._saved_step = -1
-        self._is_shared = self._is_cut_short = False
+        self._is_shared = self._is_cut_short = self._has_saved = False
+        self._problems: list[str] = []
+
+    @property
+    def _saves(self) -> bool:
+        """Whether this rank writes checkpoints."""
+        return self._transport.rank in self._directory.owners.savers
 
     def _new_writer(self) -> AsyncWriter:
         config, runtime = self._config.checkpoint, self._runtime
@@ -84,10 +97,11 @@ class Checkpointer:
         """
         self._settle()
         path: str = on_first(self._transport, self._directory.rescue)
-        self._directory.follow(Path(path))
+        if self._directory.owners.of(self._transport.rank) == 0:
+            self._directory.follow(Path(path))
         with suppress(CheckpointError):  # of a checkpoint in the folder that is gone
             self._writer.wait()
-        self._root = Path(path) / "checkpoints"
+        self._root = self._directory.checkpoints
         self._writer, self._saved_step = self._new_writer(), -1
         self.finish(progress)
         return path
@@ -98,17 +112,23 @@ class Checkpointer:
 
     def poll(self) -> None:
         """Emit the events of the background thread."""
-        if self._runtime.is_first:
+        if self._saves:
             self._writer.poll()
 
     def _emit(self, event: Event) -> None:
         self._runtime.emit(event)
-        if isinstance(event, Checkpointed):
+        if not self._runtime.is_first:
+            self._problems += [event.message] if isinstance(event, Warned) else []
+        elif isinstance(event, Checkpointed):
             with self._runtime.heartbeat.in_user_code():
                 self._on_written(Path(event.path))
 
     def _warn(self, step: int, message: str) -> None:
         self._runtime.emit(Warned(step=step, message=message))
+
+    def _warn_of(self, messages: Sequence[str]) -> None:
+        for message in messages:
+            self._warn(max(0, self._saved_step), message)
 
     def save(self, progress: Progress, best: bool = False) -> None:
         """Copy the state, and write it while training goes on; once for each step.
@@ -125,9 +145,10 @@ class Checkpointer:
         self._compare_reachable(progress.step)
         share_places(self._parts.loader, self._runtime, progress.step)
         self.check_state(is_saved=True)
-        self._share_length_reads()
+        if self._length_reads is not None:
+            self._length_reads.share(self._transport)
         self._settle()
-        train_step, is_first = self._parts.train_step, self._runtime.is_first
+        train_step, owners = self._parts.train_step, self._directory.owners
         files: Files = {}
         make: Callable[[], checkpoint.Snapshot] | None = None
         is_scattered, most_bytes = train_step.shares_state, self._config.checkpoint.file_bytes
@@ -136,7 +157,7 @@ class Checkpointer:
             scattered = ScatteredState(train_step, sorted(state.flats))
             files |= files_of(checkpoint.MODEL, scattered.model, most_bytes)
             files |= files_of(checkpoint.OPTIMIZER, scattered.optimizer, most_bytes)
-        elif is_first:
+        elif self._saves:
             state = train_step.flat_optimizer.state()
         if train_step.tables is not None:
             files |= train_step.tables.scattered()
@@ -145,13 +166,18 @@ class Checkpointer:
             carried, structures = train_step.carries.scattered()
             if carried:
                 files |= files_of(checkpoint.CARRY, carried, most_bytes)
-        if is_first:
-            meta = self._meta(progress)
+        meta: dict[str, Any] = {}
+        if self._runtime.is_first:
+            reads, step = self._length_reads, progress.step
+            meta = manifest_of(self._config, self._transport, self._parts, reads, step)
+        if owners.are_several:  # so that copies are the same to the byte
+            meta = self._transport.gather_json(meta)[0]
+        if self._saves:
             if train_step.carries is not None:
                 meta["carry"] = structures
             make = capture(train_step, progress, meta, state, is_scattered)
         # A writer would create the folder of a run again that is gone, and `rescue` comes first.
-        is_gone = is_first and self._directory.is_gone()
+        is_gone = self._saves and self._directory.is_gone()
         if files:
             self._is_shared = self._writer.save_together(
                 self._transport,
@@ -162,14 +188,16 @@ class Checkpointer:
                 best,
                 started,
                 in_background=not train_step.is_streamed and train_step.tables is None,
+                owners=owners,
             )
         elif make is not None and not is_gone:
             self._writer.save(make, best, started)
+        self._is_shared |= owners.are_several
         if best and self._transport.can_regroup and self._transport.size > 1:
             # If this rank dies, the others write it again; but they no longer could once they
             # have done the next step, which they can't do without this rank.
             self._settle()
-            if is_first:
+            if self._saves:
                 self._writer.wait()
         train_step.watch.checkpoint_s += perf_counter() - started
         self._saved_step = progress.step
@@ -179,12 +207,18 @@ class Checkpointer:
 
         Before rank 0 waits for these: it does not notice if a rank is lost that writes one.
         """
-        if self._is_shared:
-            if not self._runtime.is_first:
+        if not self._is_shared:
+            return
+        if not self._saves:
+            self._writer.wait()
+        self._transport.gather_json(0)
+        self._writer.all_have_ended()
+        self._is_shared = False
+        if self._directory.owners.are_several:
+            if self._saves:
                 self._writer.wait()
-            self._transport.gather_json(0)
-            self._writer.all_have_ended()
-            self._is_shared = False
+            told = settle(self._transport, self._directory, self._saved_step, self._problems)
+            self._warn_of(told)
 
     def regroup(self) -> bool:
         """Go on in another group; a collective.
@@ -192,16 +226,17 @@ class Checkpointer:
         Returns:
             Whether a lost rank may not have written its share of the last checkpoint.
         """
-        self._is_cut_short |= self._is_shared and self._runtime.is_first and self._writer.is_writing
+        self._is_cut_short |= self._is_shared and self._saves and self._writer.is_writing
         self._writer.give_up()
         self._is_shared = False
-        return any(self._transport.gather_json(self._is_cut_short))
-
-    def _share_length_reads(self) -> None:
-        """Tell all ranks what the task's code has read of the run's length on any of them."""
-        if self._length_reads is not None and self._transport.size > 1:
-            for names in self._transport.gather_json(sorted(self._length_reads.names)):
-                self._length_reads.add(names)
+        told = self._transport.gather_json(
+            [self._is_cut_short, self._saves and not self._has_saved]
+        )
+        if self._directory.owners.are_several and any(is_new for _, is_new in told):
+            self._writer.wait()
+            self._warn_of(bring(self._runtime, self._directory, 0, sys.maxsize))
+        self._has_saved = self._saves
+        return any(is_cut_short for is_cut_short, _ in told)
 
     def forget(self) -> None:
         """Save the step again, though it was: lost ranks may have it, or the run ends with it."""
@@ -215,8 +250,11 @@ class Checkpointer:
         """
         self.save(progress)
         self._settle()
-        folder: str = on_first(self._transport, lambda: str(self._writer.finish(progress.step)))
-        return folder
+
+        def finish() -> str:
+            return str(self._writer.finish(progress.step)) if self._saves else ""
+
+        return on_owners(self._transport, self._directory.owners, finish)
 
     def check_replicas(self, progress: Progress) -> None:
         """Make sure that all ranks hold the same bits.
@@ -225,18 +263,8 @@ class Checkpointer:
             DivergenceError: they don't.
         """
         if self._transport.size > 1:
-            train_step = self._parts.train_step
             check_streams(self._transport, self._parts.loader.landmarks(), progress.step)
-            check_replicas(
-                train_step.placement,
-                train_step.model,
-                train_step.state.unsaved,
-                train_step.task_state,
-                progress.step,
-                train_step.parameters.slices(),
-                train_step.carries.digests() if train_step.carries is not None else None,
-                train_step.tables.digests() if train_step.tables is not None else None,
-            )
+            check_all(self._parts.train_step, progress.step)
 
     def _compare_reachable(self, step: int) -> None:
         """Make sure that task, hooks and datasets hold the same on all ranks.
@@ -244,16 +272,11 @@ class Checkpointer:
         Raises:
             TaskError: they do not; nothing is written.
         """
-        if self._transport.size == 1:
-            return
-        is_whole = not self._parts.placement.is_split
-        paths = self._parts.pass_state.compare(self._transport, step, is_whole)
-        if paths:
-            self._warn(
-                step,
-                f"{named(paths)}: differs between ranks since the start; no result may depend on "
-                f"it. If none does, say so: `scratch = ({paths[0]!r},)` in the task's class",
-            )
+        if self._transport.size > 1:
+            is_whole = not self._parts.placement.is_split
+            paths = self._parts.pass_state.compare(self._transport, step, is_whole)
+            if paths:
+                self._warn(step, differing(paths))
 
     def check_state(self, is_saved: bool = False) -> None:
         """Make sure that all state of the optimizer and of the task can be saved.
@@ -293,7 +316,15 @@ class Checkpointer:
             with kept, self._runtime.heartbeat.on_disk():
                 snapshot, folder, skipped = checkpoint.newest_valid(self._root, is_mapped=True)
 
-        on_first(self._transport, read)
+        owners, instead = self._directory.owners, "the one before"
+        on_owners(self._transport, owners, read)
+        if owners.are_several:
+            step = snapshot.step if snapshot is not None else -1
+            evened = even_out(self._runtime, self._directory, step, skipped)
+            if self._runtime.is_first and step < evened.step:
+                read()
+            self._warn_of(evened.copied)
+            instead, skipped = evened.name, evened.reasons
 
         def check() -> tuple[list[str], Sequence[int], Sequence[Any], list[str] | None] | None:
             if snapshot is None:
@@ -319,8 +350,6 @@ class Checkpointer:
             check_optimizer_fits(snapshot, parts.train_step, where)
             check_optimizer_state(snapshot, parts.train_step, where)
             # Only now that this one can be used: damaged newer ones stay if it is refused.
-            listing.set_aside(self._root, folder)
-            self._mark_best(Progress.from_state_dict(snapshot.meta["progress"]).best_step)
             missing = sorted(parts.train_step.state.unsaved.keys() - snapshot.buffers.keys())
             if missing:
                 warnings.append(
@@ -328,13 +357,15 @@ class Checkpointer:
                     f"{', '.join(missing)} have their initial values, so the result may differ "
                     "from an uninterrupted run's"
                 )
-            self._directory.settle()
+            self._adopt(Progress.from_state_dict(snapshot.meta["progress"]))
             places = snapshot.meta["sampler"].get("places", ())
             return warnings, data.pass_starts, places, snapshot.meta.get("asked")
 
         checked = on_first(self._transport, check)
         train_step = self._parts.train_step
+        self._has_saved = self._saves
         if checked is None:
+            on_owners(self._transport, owners, self._directory.settle)
             if self._config.weights_from.path:
                 start_from(self._config.weights_from, train_step, self._transport)
             return Progress()
@@ -344,57 +375,30 @@ class Checkpointer:
         self._parts.loader.know_passes(starts)
         self._parts.loader.set_places(places)
         meta = self._transport.gather_json(snapshot.meta if snapshot else {})[0]
+        progress = Progress.from_state_dict(meta["progress"])
+        if owners.are_several:
+            on_owners(self._transport, owners, lambda: self._adopt(progress))
         opened = opened_everywhere(self._transport, snapshot)
         if opened is not None:
             with self._runtime.heartbeat.on_disk():
                 everywhere(self._transport, lambda: restore_own(opened, train_step, meta))
         else:
             restore(snapshot, train_step, self._transport)
-        progress = Progress.from_state_dict(meta["progress"])
-        self._restore_carries(snapshot, opened)
+        if train_step.carries is not None:
+            there, microbatches = opened or snapshot, self._parts.placement.mesh.microbatches
+            train_step.carries.restore(there, opened is not None, microbatches)
         if train_step.tables is not None:
             where = opened.folder if opened is not None else folder
             train_step.tables.load(where, opened is not None)
-        for message in [f"{reason}; the one before is used" for reason in skipped] + warnings:
+        for message in [f"{reason}; {instead} is used" for reason in skipped] + warnings:
             if message:
                 self._warn(progress.step, message)
         self._runtime.emit(Resumed(step=progress.step, path=str(folder), skipped=tuple(skipped)))
         self._saved_step = progress.step
         return progress
 
-    def _restore_carries(
-        self, snapshot: checkpoint.Snapshot | None, opened: checkpoint.Snapshot | None
-    ) -> None:
-        """Bring what microbatches carry to the ranks that compute them; a collective.
-
-        Args:
-            snapshot: on rank 0, what it has read.
-            opened: the same on all ranks, if all can read it.
-        """
-        carries, mesh = self._parts.train_step.carries, self._parts.placement.mesh
-        if carries is None:
-            return
-        there, wanted = opened or snapshot, [*range(carries.num_carries)]
-        if opened is not None:
-            wanted = sorted(carries.wanted(mesh.microbatches))
-        saved = {}
-        if there is not None:
-            structures, device = there.meta["carry"], self._runtime.device
-            saved = from_named(there.carry, structures, wanted, device)
-        # If rank 0 alone has read them, `redistribute` sends them on.
-        carries.replace(saved)
-        carries.redistribute(mesh.microbatches)
-
-    def _mark_best(self, step: int) -> None:
-        """Let the hint name the best checkpoint, if any: its writer may have died before that."""
-        if not step:  # it names the checkpoint of an evaluation that no longer counts
-            (self._root / "best").unlink(missing_ok=True)
-            return
-        best = self._root / listing.folder_name(step)
-        if best.is_dir() and listing.read_hint(self._root, "best") != best:
-            listing.write_hint(self._root, "best", best.name)
-
-    def _meta(self, progress: Progress) -> dict[str, Any]:
-        return manifest_of(
-            self._config, self._transport, self._parts, self._length_reads, progress.step
-        )
+    def _adopt(self, progress: Progress) -> None:
+        """Have the directory of this process name what the run goes on from."""
+        listing.set_aside(self._root, self._root / listing.folder_name(progress.step))
+        listing.mark_best(self._root, progress.best_step)
+        self._directory.settle()

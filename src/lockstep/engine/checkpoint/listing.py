@@ -107,7 +107,7 @@ def files_with(file: str, names: Iterable[str]) -> list[str]:
 def set_aside(root: Path, newer_than: Path) -> None:
     """Rename damaged checkpoints newer than a valid one, so that they no longer count."""
     for folder in folders(root):
-        if folder.name == newer_than.name:
+        if step_of(folder) <= step_of(newer_than):
             break
         # Not deleted: somebody may want to repair it, or find out what has damaged it.
         aside = root / f"damaged_{folder.name}"
@@ -115,6 +115,16 @@ def set_aside(root: Path, newer_than: Path) -> None:
         folder.rename(aside)
     if read_hint(root, "latest") != newer_than:
         write_hint(root, "latest", newer_than.name)
+
+
+def mark_best(root: Path, step: int) -> None:
+    """Let the hint name the best checkpoint, if any: its writer may have died before that."""
+    if not step:  # it names the checkpoint of an evaluation that no longer counts
+        (root / "best").unlink(missing_ok=True)
+        return
+    best = root / folder_name(step)
+    if best.is_dir() and read_hint(root, "best") != best:
+        write_hint(root, "best", best.name)
 
 
 def bring_back(root: Path) -> None:
@@ -137,20 +147,20 @@ def write_hint(root: Path, name: str, folder: str) -> None:
 
 def read_hint(root: Path, name: str) -> Path | None:
     """The folder that `root/name` names, if both exist."""
-    folder = _hinted(root, name)
+    folder = hinted(root, name)
     return folder if folder is not None and folder.is_dir() else None
 
 
 def missing(root: Path, name: str) -> list[str]:
     """An error message about a hint, if it names a folder that does not exist."""
-    folder = _hinted(root, name)
+    folder = hinted(root, name)
     if folder is None or folder.is_dir():
         return []
     return [f"{root / name}: names {folder.name}, which is missing"]
 
 
-def _hinted(root: Path, name: str) -> Path | None:
-    """The folder that `root/name` names, if it names one."""
+def hinted(root: Path, name: str) -> Path | None:
+    """The folder that `root/name` names, whether it exists or not."""
     try:
         # A damaged hint may be of any size, and is no reason to run out of memory.
         folder = read_text(root / name, limit=100).strip()

@@ -21,6 +21,7 @@ from lockstep.config.parsing import as_type, flattened, parse_object, parse_yaml
 from lockstep.engine.call_history import FlightFolder
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.listing import IDENTITY, own_entries
+from lockstep.engine.checkpoint.owners import Owners
 from lockstep.errors import RunDirectoryError, file_errors
 
 _COMMITTED = b'"event": "StepDone"'
@@ -78,11 +79,14 @@ class RunDirectory:
         checkpoints: folder of the checkpoints.
         flight: files with the newest calls of ranks.
         lost: path of the folder that is gone; None before the run has moved to another.
+        owners: who writes to it, and to those of other hosts.
+        stores: whether this process stores what happens here.
     """
 
     def __init__(self, path: Path, url: str = "") -> None:
         self._use(path, url)
         self.lost: Path | None = None
+        self.owners, self.stores = Owners(), False
         self._lock: IO[str] | None = None
         self._folder: os.stat_result | None = None
         self._files: tuple[str, str] = ("", "")

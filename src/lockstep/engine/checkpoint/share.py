@@ -5,7 +5,8 @@ the memory of what is sent and received in a round: some small tensors, or one l
 
 Rank 0 makes the folder. Each rank that sees it makes a note there, empty at first, and says in it
 what it has written. When all have, rank 0 adds what is left, and renames the folder. Where some
-rank does not see the folder, or little is to be written, rank 0 writes all files.
+rank does not see the folder, or little is to be written, rank 0 writes all files. Other ranks that
+keep checkpoints (`owners.py`) do the same with the ranks that see theirs.
 """
 
 from __future__ import annotations
@@ -28,9 +29,8 @@ from lockstep.comm.transport import GroupBroken, Transport, offsets
 from lockstep.config.files import read_text
 from lockstep.config.parsing import parse_object
 from lockstep.engine.checkpoint import format as checkpoint
-from lockstep.engine.checkpoint import listing
+from lockstep.engine.checkpoint.owners import FIRST, Owners
 from lockstep.engine.checkpoint.tensor_files import Kind, Tensors, grouped, index_name, index_of
-from lockstep.errors import LockstepError
 
 _ROUND_BYTES = 16 << 20
 """About the most bytes that a rank receives in a round, unless a tensor is larger."""
@@ -187,10 +187,19 @@ class OwnShare:
 
     Attributes:
         folder: folder of the checkpoint, under its temporary name.
-        writers: the ranks that write some.
+        writers: the ranks that write some into it.
+        leads: whether this rank completes the checkpoint there.
+        is_shared: whether several ranks write, in this folder or in others.
     """
 
-    def __init__(self, folder: Path, rank: int, files: Files, names: Sequence[list[str]]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        files: Files,
+        names: Sequence[list[str]],
+        leaders: Sequence[int | None] | None = None,
+    ) -> None:
         """Begin with nothing written.
 
         Args:
@@ -198,9 +207,13 @@ class OwnShare:
             rank: number of this rank.
             files: all files.
             names: those that each rank writes.
+            leaders: for each rank the one that made its folder; None for rank 0.
         """
         self.folder, self._rank, self._files, self._names = folder, rank, files, names
-        self.writers = [by for by, of_rank in enumerate(names) if of_rank]
+        by = [0] * len(names) if leaders is None else leaders
+        writers = [rank for rank, of_rank in enumerate(names) if of_rank]
+        self.leads, self.is_shared = by[rank] == rank, len(writers) > 1
+        self.writers = [writer for writer in writers if by[writer] == by[rank]]
         self._own_note: dict[str, Any] = {}
         self._is_given_up, self._all_have_ended = threading.Event(), threading.Event()
 
@@ -232,7 +245,7 @@ class OwnShare:
 
         Args:
             files: content by name.
-            halfway: called before the note is written, except on rank 0.
+            halfway: called before the note is written, except on who leads.
 
         Raises:
             GroupBroken: a rank was lost whose tensors are gathered.
@@ -248,7 +261,7 @@ class OwnShare:
         except Exception as error:
             note = {"bug": f"{type(error).__name__}: {error} (rank {self._rank})"}
         self._own_note = note
-        if self._rank == 0:
+        if self.leads:
             return
         halfway()
         path = _note(self.folder, self._rank)
@@ -271,7 +284,7 @@ class OwnShare:
         self._all_have_ended.set()
 
     def entries(self) -> dict[str, Any]:
-        """The entries of all files in a manifest, when all ranks have written theirs; on rank 0.
+        """The entries of all files in a manifest, when all ranks have written theirs; on who leads.
 
         Raises:
             OSError: one could not.
@@ -332,67 +345,53 @@ def exhaust(stream: Iterator[Tensor]) -> None:
 
 
 def meet(
-    transport: Transport, make: Callable[[], Path | None], files: Files, most_bytes: int
+    transport: Transport,
+    make: Callable[[], Path | None],
+    files: Files,
+    most_bytes: int,
+    owners: Owners = FIRST,
 ) -> OwnShare | None:
-    """Agree on a folder, and on who writes which files into it; a collective.
+    """Agree on folders, and on who writes which files into them; a collective.
 
     Args:
         transport: the group of ranks.
-        make: makes the folder, on rank 0; returns None if there can be none.
+        make: makes the folder, on ranks that keep checkpoints; returns None if there can be none.
         files: all files.
-        most_bytes: size up to which rank 0 writes all of them.
+        most_bytes: size up to which who has made a folder writes all of them.
+        owners: who owns which run directory.
 
     Returns:
         The share of this rank; None if there is no folder.
     """
-    rank, size = transport.rank, transport.size
-    made = make() if rank == 0 else None
-    where = transport.gather_json(str(made) if made is not None else "")[0]
-    if not where:
+    rank, ranks = transport.rank, range(transport.size)
+    made = make() if rank in owners.savers else None
+    where = transport.gather_json(str(made) if made is not None else "")
+    if not any(where):
         return None
+    leaders = [by if by >= 0 and where[by] else None for by in map(owners.of, ranks)]
+    own, sees_it = leaders[rank], False
     sizes = {name: _num_bytes(content) for name, content in files.items()}
-    is_small, sees_it = sum(sizes.values()) <= most_bytes, True
-    folder = Path(where)
-    try:
-        if rank != 0 and not is_small:
+    is_small = sum(sizes.values()) <= most_bytes
+    folder = Path(where[own]) if own is not None else Path()
+    with suppress(OSError):
+        if own not in (rank, None) and not is_small:
             _note(folder, rank).touch(exist_ok=False)
-    except OSError:
-        sees_it = False
-    writers = [0]
-    if not is_small and all(transport.gather_json(sees_it)):
-        writers = list(range(size))
-    loads, names = dict.fromkeys(writers, 0), list[list[str]]([] for _ in range(size))
+        sees_it = True
+    seen = [True] * transport.size if is_small else transport.gather_json(sees_it)
+    names = list[list[str]]([] for _ in ranks)
+    for leader in {by for by in leaders if by is not None}:
+        near = [by for by in ranks if leaders[by] == leader]
+        _assign(sizes, near if not is_small and all(seen[by] for by in near) else [leader], names)
+    return OwnShare(folder, rank, files, names, leaders)
+
+
+def _assign(sizes: Mapping[str, int], writers: Sequence[int], names: list[list[str]]) -> None:
+    """Add each file to the names of one of the writers, the one with the fewest bytes so far."""
+    loads = dict.fromkeys(writers, 0)
     for name, num_bytes in sizes.items():
         lightest = min(writers, key=lambda by: (loads[by], by))
         names[lightest].append(name)
         loads[lightest] += num_bytes
-    return OwnShare(folder, rank, files, names)
-
-
-def opened_everywhere(
-    transport: Transport, snapshot: checkpoint.Snapshot | None
-) -> checkpoint.Snapshot | None:
-    """The snapshot that rank 0 has read, on all ranks if all can read it; a collective.
-
-    Args:
-        transport: the group of ranks.
-        snapshot: what rank 0 has read.
-    """
-    told: tuple[str, str, list[int]] | None = None
-    if snapshot is not None and snapshot.folder is not None:
-        folder = snapshot.folder.resolve()
-        with suppress(LockstepError, OSError):  # it was removed meanwhile, or has no room
-            digest = checkpoint.read_manifest(folder)["sha256"]
-            told = (str(folder), digest, listing.stamp_of(folder))
-    told = transport.gather_json(told)[0]
-    opened = snapshot if transport.rank == 0 else None
-    if transport.rank != 0 and told is not None:
-        with suppress(LockstepError, OSError), transport.observer.on_disk():
-            folder = Path(told[0])
-            is_same = listing.stamp_of(folder) == told[2]
-            if is_same and checkpoint.read_manifest(folder)["sha256"] == told[1]:
-                opened = checkpoint.read(folder, is_mapped=True, is_known=True)
-    return opened if all(transport.gather_json(opened is not None)) else None
 
 
 def _num_bytes(content: Mapping[str, Scattered] | bytes) -> int:

@@ -18,6 +18,7 @@ from lockstep.config import CheckpointConfig
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.format import Snapshot
+from lockstep.engine.checkpoint.owners import Owners
 from lockstep.engine.checkpoint.share import Files, GivenUp, OwnShare, exhaust, meet, on_host
 from lockstep.engine.checkpoint.tensor_files import Tensors
 from lockstep.engine.events import Checkpointed, Emit, Warned
@@ -30,7 +31,7 @@ SLOW_S = 60.0
 
 
 class AsyncWriter:
-    """Writes snapshots in a thread, one at a time: rank 0 alone, or each rank its share.
+    """Writes snapshots in a thread, one at a time: a saver alone, or each rank its share.
 
     Its events are emitted by the training thread, in `poll`.
 
@@ -108,12 +109,13 @@ class AsyncWriter:
         best: bool,
         started: float,
         in_background: bool,
+        owners: Owners,
     ) -> bool:
         """Write a checkpoint of which several ranks have some; a collective.
 
         Args:
             transport: the group of ranks.
-            make: makes the snapshot of all that is not in `files`, on rank 0; None on others, and
+            make: makes the snapshot of all that is not in `files`, on savers; None on others, and
                 if there is to be no checkpoint.
             files: the files whose tensors are on several ranks.
             device: device of these.
@@ -121,13 +123,15 @@ class AsyncWriter:
             best: whether the checkpoint is to be kept as the best.
             started: time at which training began to wait for it.
             in_background: whether the memory for copies may be used, if the config says so.
+            owners: who keeps checkpoints.
 
         Returns:
             Whether several ranks write in the background.
         """
         # First, since the end of one removes the unfinished folders of all others.
         self.wait()
-        share = meet(transport, lambda: make and self._begun(step), files, self._config.file_bytes)
+        size = self._config.file_bytes
+        share = meet(transport, lambda: make and self._begun(step), files, size, owners)
         if share is None:
             return False
         own, stream = share.gathered(transport, device)
@@ -135,11 +139,11 @@ class AsyncWriter:
         if in_background and self._config.background:
             own = on_host(own)
             exhaust(stream)
-            if make is not None:
+            if make is not None and share.leads:
                 self.save(make, best, started, share, own)
             elif own:
                 self._start(lambda: share.write(own, at))
-            return len(share.writers) > 1
+            return share.is_shared
         # In this thread: collectives of a background thread could overtake those of the step.
         with self._heartbeat.on_disk():
             if own:
@@ -147,7 +151,7 @@ class AsyncWriter:
             exhaust(stream)  # on the other ranks, and here if the disk has failed
         transport.gather_json(0)
         share.all_have_ended()
-        if make is not None:
+        if make is not None and share.leads:
             self.save(make, best, started, share)
         return False
 

@@ -14,6 +14,7 @@ from lockstep.comm.transport import GroupBroken
 from lockstep.config import TrainConfig
 from lockstep.engine.assembly import Parts
 from lockstep.engine.checkpoint.checkpointer import Checkpointer
+from lockstep.engine.events import Warned
 from lockstep.engine.optimizer.optimizer_state import OptimizerState
 from lockstep.engine.recovery.leader import (
     NOWHERE,
@@ -29,7 +30,7 @@ from lockstep.engine.run.microbatches import Microbatches
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.run.reporter import Reporter
 from lockstep.engine.run.run_state import RunState
-from lockstep.engine.runtime import Runtime, on_first
+from lockstep.engine.runtime import Runtime
 from lockstep.engine.snapshot.restore import copy_state
 from lockstep.errors import RankFailure, shared
 
@@ -132,7 +133,8 @@ class Recovery:
         self._transport.regroup(takes_in=True)
         # Rank 0 may be another process now. It needs the lock and the log files before any event
         # is emitted.
-        on_first(self._transport, self._runtime.take_over)
+        for message in self._runtime.take_over():
+            self._runtime.emit(Warned(step=step, message=message))
         self._is_save_lost = self._checkpointer.regroup()
         self._runtime.at("catch_up", step)
         origin = find_origin(self._transport, former, self._owned, row, self._parts.facts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -18,6 +18,9 @@ from lockstep.errors import DataError, DivergenceError, TaskError, shared
 from lockstep.nn.cutting import held_tensors, units_of
 from lockstep.nn.deferred import ParameterDraws
 from lockstep.nn.holding import EVERYWHERE, RemoteTensor, is_released
+
+if TYPE_CHECKING:
+    from lockstep.engine.step.train_step import TrainStep
 
 
 def check_same(transport: Transport, facts: dict[str, Any]) -> None:
@@ -124,6 +127,21 @@ def check_replicas(
         if all(r[1] == own for r in ranks) and len(pairs) == len(dict(pairs)):
             return
     raise _diverged(step, _first_difference(transport, _digests(tensors) | own))
+
+
+def check_all(train_step: TrainStep, step: int) -> None:
+    """As `check_replicas`, for all that a training step has."""
+    carries, tables = train_step.carries, train_step.tables
+    check_replicas(
+        train_step.placement,
+        train_step.model,
+        train_step.state.unsaved,
+        train_step.task_state,
+        step,
+        train_step.parameters.slices(),
+        carries.digests() if carries is not None else None,
+        tables.digests() if tables is not None else None,
+    )
 
 
 def _diverged(step: int, which: str) -> DivergenceError:

@@ -57,6 +57,7 @@ class Reporter:
         self._sums = [0.0] * (2 + 2 * len(self._metrics))
         self._num_steps = self._samples = 0
         self._slots: list[int] = []
+        self._has_stored = False
         self._times = [Times()] * runtime.transport.size
         self._since = perf_counter()
         self._way: Way | None = None
@@ -107,7 +108,8 @@ class Reporter:
             reached: number of steps that were done; more than `progress` has if it went back.
         """
         emit, step = self._runtime.emit, progress.step
-        if origin.former[0] != 0:
+        begins = self._directory.stores and not self._has_stored
+        if origin.former[0] != 0 or begins:
             self._emit_plan(progress, continued=True)
         slots = [row["slot"] for row in origin.rows]
         for event in self._losses(reached, slots):
@@ -258,6 +260,7 @@ class Reporter:
 
     def _emit_plan(self, progress: Progress, continued: bool = False) -> None:
         """Emit `RunStarted`, with what is planned."""
+        self._has_stored = self._directory.stores
         runtime, config, transport, parts = (
             self._runtime, self._config, self._runtime.transport, self._parts,
         )  # fmt: skip

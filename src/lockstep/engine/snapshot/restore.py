@@ -16,8 +16,8 @@ from lockstep.config import WeightsConfig
 from lockstep.config.parsing import parse_int, shown
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing, origin
+from lockstep.engine.checkpoint.copies import opened_everywhere
 from lockstep.engine.checkpoint.format import Snapshot
-from lockstep.engine.checkpoint.share import opened_everywhere
 from lockstep.engine.events import Warned
 from lockstep.engine.optimizer.optimizer_state import DTYPES, OptimizerState, dtype_name
 from lockstep.engine.run.progress import Progress

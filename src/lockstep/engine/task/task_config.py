@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from lockstep.comm.transport import Transport
 from lockstep.config import TrainConfig
 from lockstep.engine.task.task import Task, check_config
 from lockstep.errors import TaskError
@@ -96,6 +97,12 @@ class LengthReads:
     def add(self, names: Iterable[str]) -> None:
         """Note what was read."""
         self.names |= {*names}
+
+    def share(self, transport: Transport) -> None:
+        """Note on all ranks what was read on any; a collective."""
+        if transport.size > 1:
+            for names in transport.gather_json(sorted(self.names)):
+                self.add(names)
 
     @property
     def bits(self) -> int:

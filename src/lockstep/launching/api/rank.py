@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from dataclasses import replace
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -20,11 +19,12 @@ from lockstep.comm.transport import GroupBroken, Transport
 from lockstep.config import TrainConfig, override
 from lockstep.config.parsing import flattened
 from lockstep.data.random import kept_generators
+from lockstep.engine.checkpoint.copies import open_directories
 from lockstep.engine.checkpoint.kept_directory import KeptDirectory, kept_if_refused
 from lockstep.engine.checkpoint.listing import folder_name
 from lockstep.engine.checkpoint.origin import settled
 from lockstep.engine.checkpoint.run_directory import DirectoryWatch, Identity, RunDirectory
-from lockstep.engine.events import Event, Failed, Finished, Warned
+from lockstep.engine.events import Event, Finished, Warned
 from lockstep.engine.faults import At, edited, injector
 from lockstep.engine.run.loop import Trainer, exhausted
 from lockstep.engine.run.microbatches import check_enough_left
@@ -39,13 +39,22 @@ from lockstep.engine.runtime import (
 from lockstep.engine.task import Task, with_watched_config
 from lockstep.errors import LockstepError, RankFailure, shortened
 from lockstep.launching.api.device import naming_kernels, on_device
-from lockstep.launching.api.prediction import predicted_for_all, predicted_for_joiner
-from lockstep.launching.api.session import SESSION, Result, Session, Stopped, own_script
+from lockstep.launching.api.session import (
+    SESSION,
+    Result,
+    Session,
+    Stopped,
+    failed,
+    new_run_dir,
+    own_script,
+    predicted_for_all,
+    predicted_for_joiner,
+)
 from lockstep.launching.host.output_pump import pumped_output
 from lockstep.launching.host.parent_watch import end_with_launcher
 from lockstep.launching.host.processes import MARK
 from lockstep.launching.host.supervisor import RESUMES
-from lockstep.launching.rank.early import INTERRUPTED, tell_on_each_rank
+from lockstep.launching.rank.early import tell_on_each_rank
 from lockstep.launching.rank.environment import Environment, detect
 from lockstep.launching.rank.join import open_transport
 from lockstep.launching.rank.process import StopRequest, cores_of_host, num_threads, whole_lines
@@ -167,12 +176,12 @@ def _steps(
             kept = stack.enter_context(kept_if_refused(directory.path))
         stack.callback(directory.close)
         hub = EventHub(
-            lambda: open_sinks(
+            lambda shows: open_sinks(
                 directory.path,
-                tensorboard=config.tensorboard,
-                trackers=config.trackers,
+                tensorboard=config.tensorboard and shows,
+                trackers=config.trackers if shows else (),
                 params=flattened(config.model_dump(mode="json")),
-                console=session.console,
+                console=session.console and shows,
                 quiet=session.quiet,
                 resumable=bool(session.target),
                 per_rank=session.per_rank,
@@ -182,7 +191,11 @@ def _steps(
         stack.callback(hub.close)
         patience_s = TAKE_OVER_S if environment.is_one_host else _LOST_HOST_S
 
-        def take_over() -> None:
+        def claimed(patience_s: float) -> None:
+            directory.lock(patience_s, heartbeat.beat)
+            claim(directory, task, config, session)
+
+        def prepare() -> None:
             if session.url and environment.rank and SESSION not in os.environ:
                 raise RankFailure(
                     "the rank is lost that carries the run directory over to its URL; start again "
@@ -190,7 +203,24 @@ def _steps(
                 )
             if not directory.is_gone():  # else `watch` ends the run, which is saved beside it
                 directory.lock(patience_s, on_wait=heartbeat.beat)
-                hub.open()
+                if transport.rank and not directory.stores:  # it may be another run's
+                    claim(directory, task, config, replace(session, resume=True))
+
+        def store() -> None:
+            if not directory.is_gone():
+                hub.open(shows=transport.rank == 0)
+
+        opened = partial(
+            open_directories, directory=directory, copies=config.checkpoint.copies, store=store,
+            is_apart=not (environment.is_one_host or session.url),
+        )  # fmt: skip
+
+        told: list[str] = []
+
+        def take_over() -> list[str]:
+            new = [text for text in opened(runtime, prepare=prepare) if text not in told]
+            told.extend(new)
+            return new
 
         def listen(event: Event) -> None:
             with heartbeat.on_disk():
@@ -241,10 +271,11 @@ def _steps(
                     runtime.emit(predicted)
                 trainer = Trainer(task, planned, runtime, directory, True, is_driven)
             else:
-                claimed = partial(claim, directory, task, config, session)
                 trainer, hints_of_plan = _assembled(
-                    task, planned, claimed, runtime, directory, environment.world_size, is_driven
-                )
+                    task, planned, claimed, opened, runtime, directory, environment.world_size,
+                    is_driven,
+                )  # fmt: skip
+                told.extend(hints_of_plan)
                 hints_of_mesh += hints_of_plan
             if kept is not None:
                 kept.note_started()
@@ -257,7 +288,7 @@ def _steps(
             if directory.path != path and runtime.is_first:  # nothing may be written to the old one
                 hub.close()
                 hub.open()
-            runtime.emit(_failed(error))
+            runtime.emit(failed(error))
             raise
 
 
@@ -304,7 +335,8 @@ def _planned(config: TrainConfig, num_ranks: int) -> tuple[TrainConfig, list[str
 def _assembled(
     task: Task,
     config: TrainConfig,
-    claimed: Callable[[], object],
+    claimed: Callable[[float], None],
+    opened: Callable[..., list[str]],
     runtime: Runtime,
     directory: RunDirectory,
     world_size: int,
@@ -315,14 +347,15 @@ def _assembled(
     Args:
         task: task to train.
         config: its config.
-        claimed: function that claims the run directory for this run.
+        claimed: function that claims the run directory for this run, after some patience.
+        opened: function that opens all run directories.
         runtime: what this process trains with; ranks may have died while they met.
         directory: run directory.
         world_size: number of ranks that were started.
         is_driven: whether the body of a user's own loop gets each step.
 
     Returns:
-        The trainer; and hints, if there is a plan that does not cover this run.
+        The trainer; and hints about run directories, and if a plan does not cover this run.
     """
     transport = runtime.transport
     patience_s = 0.0
@@ -331,13 +364,11 @@ def _assembled(
             check_enough_left(config, transport.size)
         try:
             predicted = predicted_for_all(config, transport)
-            on_first(transport, partial(directory.lock, patience_s, runtime.heartbeat.beat))
-            on_first(transport, claimed)
-            on_first(transport, runtime.take_over)
+            hints = opened(runtime, prepare=partial(claimed, patience_s), is_start=True)
             if predicted is not None:
                 runtime.emit(predicted)
             trainer = Trainer(task, config, runtime, directory, is_driven=is_driven)
-            return trainer, [predicted.reason] if predicted and predicted.reason else []
+            return trainer, hints + ([predicted.reason] if predicted and predicted.reason else [])
         except GroupBroken as loss:
             check_can_regroup(transport, loss)
             transport.regroup()
@@ -368,31 +399,6 @@ def _identity(task: Task, config: TrainConfig, session: Session) -> Identity:
     overrides = tuple(o for o in session.overrides if not o.startswith("stop_at_step="))
     length = config.epochs, config.steps
     return Identity(task.name, config.hash, session.target or "", overrides, *length)
-
-
-def new_run_dir(name: str) -> Path:
-    """A folder below `runs/` that does not exist yet, named after the task and the time."""
-    stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    path = Path("runs") / stem
-    number = 1
-    while path.exists():
-        number += 1
-        path = Path("runs") / f"{stem}-{number}"
-    return path
-
-
-def _failed(error: BaseException) -> Failed:
-    if isinstance(error, KeyboardInterrupt):
-        message = "ended at once by a second Ctrl-C; steps since the newest checkpoint are lost"
-        return Failed(step=0, error="KeyboardInterrupt", message=message, exit_code=INTERRUPTED)
-    user = isinstance(error, LockstepError)
-    message = str(error) if user else "".join(traceback.format_exception(error)).rstrip()
-    return Failed(
-        step=0,
-        error=type(error).__name__,
-        message=shortened(message) or type(error).__name__,
-        exit_code=error.exit_code if isinstance(error, LockstepError) else 1,
-    )
 
 
 def _watched_name(environment: Environment) -> str:

@@ -1,0 +1,158 @@
+"""Who writes to which run directory, where hosts share no file system.
+
+Each host then has one of its own. It belongs to the first rank that sees it, its *owner*. All
+owners store what happens; the first `checkpoint.copies` of them are *savers*, which also write
+each checkpoint, from memory.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from lockstep.comm.shared_memory import hosts_of
+from lockstep.comm.transport import Transport
+from lockstep.config.files import create_beside
+from lockstep.engine.runtime import everywhere, on_first
+from lockstep.errors import LockstepError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Owners:
+    """Which ranks write to which run directories; by default rank 0 to the one that there is.
+
+    Attributes:
+        ranks: the owner of each directory, rank 0 first.
+        copies: number of them that are to keep checkpoints.
+        of_rank: for each rank the owner of the directory that it sees; -1 where there is none.
+        hosts: name of the host of each rank.
+        problems: why some hosts have no directory.
+    """
+
+    ranks: tuple[int, ...] = (0,)
+    copies: int = 1
+    of_rank: tuple[int, ...] = ()
+    hosts: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    @property
+    def savers(self) -> tuple[int, ...]:
+        """The ranks that write checkpoints."""
+        return self.ranks[: self.copies]
+
+    @property
+    def are_several(self) -> bool:
+        """Whether there is more than one run directory."""
+        return len(self.ranks) > 1
+
+    def of(self, rank: int) -> int:
+        """The owner of the directory that a rank sees; -1 if there is none."""
+        return self.of_rank[rank] if self.of_rank else 0
+
+    def names(self, ranks: Sequence[int]) -> str:
+        """The hosts of some ranks in words."""
+        return ", ".join(dict.fromkeys(self.hosts[rank] for rank in ranks))
+
+    def hint(self, run_dir: str) -> str:
+        """What a user should know about copies of checkpoints; empty if there is nothing."""
+        key = f"checkpoint.copies={self.copies}"
+        if self.are_several and self.copies == 1:
+            others = self.names(self.ranks[1:])
+            return (
+                f"{others}: does not see {run_dir} of {self.hosts[0]}, which alone keeps "
+                "checkpoints, and whose loss is theirs; set checkpoint.copies=2, or let all hosts "
+                "share the run directory"
+            )
+        if self.copies > len(self.ranks):
+            there = f"all ranks share {run_dir}, so each checkpoint is written once"
+            if self.are_several:
+                number, names = len(self.ranks), self.names(self.ranks)
+                there = f"only {number} hosts ({names}) have a run directory to keep checkpoints in"
+            return f"{key}: {there}; start on {self.copies} hosts with one each, or set fewer"
+        return ""
+
+
+FIRST = Owners()
+"""Rank 0 owns the directory that there is."""
+
+
+def find_owners(transport: Transport, path: Path, copies: int, is_apart: bool) -> Owners:
+    """Find out which ranks see which run directory; a collective.
+
+    Args:
+        transport: the group of ranks.
+        path: path of the run directory on each host.
+        copies: number of hosts that are to keep checkpoints.
+        is_apart: whether hosts may have directories of their own.
+    """
+    if not is_apart or transport.size == 1:
+        return Owners(copies=copies)
+
+    def make_mark() -> str:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            mark, descriptor = create_beside(path / "owner")
+        except OSError:
+            return ""
+        os.close(descriptor)
+        return mark.name
+
+    mark = on_first(transport, make_mark)
+    place, problem = _place(path, mark)
+    host, hosts = socket.gethostname(), hosts_of(transport)
+    told = transport.gather_json([place, problem and f"{host}: {path}: {problem}", host])
+    if transport.rank == 0 and mark:
+        (path / mark).unlink(missing_ok=True)
+    names = tuple(theirs[2] for theirs in told)
+    if not mark:  # it is gone, as rank 0 will find
+        return Owners(copies=copies, hosts=names)
+    # The same folder may have other numbers on other hosts; but only that of rank 0 is shared.
+    keys = [
+        None if theirs[1] else (hosts[rank], theirs[0]) if rank and theirs[0] else "first"
+        for rank, theirs in enumerate(told)
+    ]
+    of_rank = tuple(-1 if key is None else keys.index(key) for key in keys)
+    problems = tuple(dict.fromkeys(theirs[1] for theirs in told if theirs[1]))
+    ranks = tuple(sorted({*of_rank} - {-1}))
+    return Owners(ranks, copies, of_rank, names, problems)
+
+
+def _place(path: Path, mark: str) -> tuple[str, str]:
+    """What tells this folder from others of its host (nothing if it is rank 0's); what is wrong."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if mark and os.path.exists(path / mark):
+            return "", ""
+        status = os.stat(path)
+    except OSError as error:
+        return "", f"cannot be made: {error.strerror}"
+    return f"{status.st_dev} {status.st_ino}", ""
+
+
+def on_owners(transport: Transport, owners: Owners, action: Callable[[], T]) -> T:
+    """What `action` returns on rank 0; owners run it, without communication; a collective.
+
+    Raises:
+        LockstepError: on every rank, if it was raised on any.
+    """
+    if not owners.are_several:
+        result: T = on_first(transport, action)
+        return result
+
+    def act() -> T | None:
+        if transport.rank not in owners.ranks:
+            return None
+        try:
+            with transport.observer.on_disk():
+                return action()
+        except LockstepError as error:
+            raise type(error)(f"{owners.hosts[transport.rank]}: {error}") from None
+
+    found: T = transport.gather_json(everywhere(transport, act))[0]
+    return found
