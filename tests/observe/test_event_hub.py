@@ -185,7 +185,7 @@ def test_a_run_that_has_gone_back_to_a_checkpoint_keeps_what_it_does_not_do_agai
 
 
 def test_an_event_that_is_stored_is_not_kept_for_long() -> None:
-    hubs = [EventHub(lambda: Sinks([])) for _ in range(2)]
+    hubs = [EventHub(lambda _: Sinks([])) for _ in range(2)]
     hubs[0].open()
     picture = Logged(step=1, name="map", kind="image", png=b"png")
     train(hubs, [*START, *steps(1, 500), *[picture] * 40])

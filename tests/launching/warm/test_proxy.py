@@ -202,6 +202,10 @@ def test_where_no_server_is_or_fits_the_program_starts_by_itself(start: Start) -
     assert start(code, name="lockstep-of-nobody").communicate()[0] == "alone\n"
     assert start(code, OMP_NUM_THREADS="2").communicate()[0] == "alone\n"
     assert start(code, PYTHONHASHSEED="3").communicate()[0] == "alone\n"
+    # mpirun adds the folder of its libraries; a server that mpi4py has loaded none for lacks it.
+    for folder, warm in (("/opt/openmpi/lib", False), (f"{sys.prefix}/lib", True)):
+        own = {"OMPI_LIBDIR_LOC": folder, "LD_LIBRARY_PATH": folder}
+        assert start(code, **own).communicate()[0].startswith("lockstep-") == warm
     assert start(code).communicate()[0].startswith("lockstep-")
 
 

@@ -267,9 +267,11 @@ def _of_no_place(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if not name.startswith(_PLACES) and name not in _SHELL
     }
-    # mpirun puts the folder of its own libraries in front, where it is not needed.
-    own = environment.get("OMPI_LIBDIR_LOC")
-    folders = [f for f in kept_variables.pop(_LIBRARIES, "").split(os.pathsep) if f and f != own]
+    # mpirun puts the folder of its own libraries in front, where it may not be needed.
+    own = environment.get("OMPI_LIBDIR_LOC", "")
+    folders = dict.fromkeys(filter(None, kept_variables.pop(_LIBRARIES, "").split(os.pathsep)))
+    if own.startswith((sys.prefix, "/usr/lib")):  # which mpi4py and the linker search anyway
+        folders.pop(own, None)
     return kept_variables | {_LIBRARIES: os.pathsep.join(folders)}
 
 
