@@ -55,6 +55,7 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell src docs examples benchmarks README.md CONTRIBUTING.md CHANGELOG.md
 	$(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/python -m tests.house
 
 # Of Lockstep, and of what callers write: examples, pages of the documentation, the public API.
 types: venv

@@ -1,4 +1,4 @@
-"""The house stays as small, and its words as plain, as `pyproject.toml` says."""
+"""What `python -m tests.house`, a part of `make lint`, counts."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests import house
-
-
-def test_no_limit_of_the_house_is_passed() -> None:
-    assert not house.problems()
 
 
 def test_lines_of_code_are_those_without_blanks_comments_and_docstrings(

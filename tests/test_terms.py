@@ -108,12 +108,6 @@ def files() -> list[Path]:
     return [*pages, *ROOT.glob("src/**/*.py"), *ROOT.glob("examples/**/*.py")]
 
 
-def test_each_thing_has_one_name() -> None:
-    assert len(files()) > 100
-    found = [problem for path in files() for problem in problems(path)]
-    assert not found, "\n".join(found)
-
-
 @pytest.mark.parametrize(
     ("text", "term"),
     [
