@@ -40,6 +40,7 @@ test-campaigns: venv
 	$(BIN)/python -m tests.campaigns.kills $(if $(SEED),--seed $(SEED))
 	$(BIN)/python -m tests.campaigns.surroundings $(if $(SEED),--seed $(SEED))
 	$(BIN)/python -m tests.campaigns.hosts $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.campaigns.clusters slurm --etcd $(if $(SEED),--seed $(SEED))
 
 test-slow: venv
 	$(BIN)/python -m pytest -m "slow and not slurm"

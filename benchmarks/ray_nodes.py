@@ -1,7 +1,7 @@
 """A node of a Ray cluster is lost: ranks of Lockstep, beside Ray Train's restart.
 
-Writes `docs/benchmarks/ray_nodes.md` and `ray_nodes.json`; needs the extra `ray`. `--rounds 1` sees
-that everything runs, and prints instead. Five rounds take about five minutes.
+Writes `docs/benchmarks/ray_nodes.md` and `ray_nodes.json`; needs the extra `ray`. `--quick` sees that
+everything runs, and prints instead. Five rounds take about five minutes.
 """
 
 from __future__ import annotations
@@ -201,13 +201,15 @@ def main() -> None:
     """Measure both in turn, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="losses of each")
+    parser.add_argument("--quick", action="store_true", help="just see that everything runs")
     args = parser.parse_args()
+    num_rounds = 1 if args.quick else args.rounds
     warnings.simplefilter("ignore")
     facts = machine(("torch", "ray")) | {"command": command("ray_nodes")}
     found: dict[str, list[Loss]] = {"Lockstep": [], "Ray Train": []}
     cluster = Cluster()
     try:
-        for _ in range(args.rounds):
+        for _ in range(num_rounds):
             for name, lose in (("Lockstep", lockstep), ("Ray Train", ray_train)):
                 with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                     found[name].append(lose(cluster, Path(folder)))
@@ -217,7 +219,7 @@ def main() -> None:
         cluster.close()
     section = section_of(found)
     text = page("A lost node of a Ray cluster", facts, [section])
-    if args.rounds < 3:
+    if args.quick:
         print(text)
         return
     write(DOCS, "ray_nodes", text, facts, [section])

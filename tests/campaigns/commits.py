@@ -18,6 +18,7 @@ import json, os, socket, zlib
 from lockstep.comm.torchdist.elastic_transport import ElasticTransport
 
 GROUP = [0, []]
+SESSION = os.environ.get("SESSION") or Path("session").read_text()
 build = ElasticTransport._build
 
 def noting(self, generation, members):
@@ -33,7 +34,7 @@ class Slow(Plain):
             digest = zlib.crc32(parameter.detach().numpy().tobytes(), digest)
         row = {"at": time.clock_gettime(time.CLOCK_MONOTONIC_RAW), "step": step, "digest": digest,
                "generation": GROUP[0], "members": GROUP[1]}
-        name = f"commits/{os.environ['SESSION']}-{socket.gethostname()}-{os.getpid()}"
+        name = f"commits/{SESSION}-{socket.gethostname()}-{os.getpid()}"
         with open(name, "a") as file:
             file.write(json.dumps(row) + "\\n")
 """

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import random
 import shutil
 import signal
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -168,25 +169,31 @@ def one_run(
         faults = LabFaults(run, source, etcd)
         for host in range(num_hosts):
             run.start(host)
-        try:
-            yield from faults.strike_all(num_faults)
-            faults.end()
-            codes = run.ended(300)
-            if any(codes):
-                yield f"codes {codes}"
-            run.check_gone()
-        except LockstepError as error:
-            yield str(error)
-            shutil.copytree(run.run_dir, root / "run")
-            return
-        finally:
-            faults.undo_all()
-        if (run.run_dir / "result.json").exists():
-            digest = result(run.run_dir).get("params_sha256")
-            if digest != sha:
-                yield f"{digest} instead of {sha}"
-        yield from missing(run.all_rows(), _STEPS)
-        yield from contradictions(commits(run.folder / "commits"))
+        yield from strike(run, faults, num_faults, sha, _STEPS)
+
+
+def strike(
+    run: Any, faults: Faults, num_faults: int, sha: str, num_steps: int
+) -> Iterator[Struck | str]:
+    """Strike hosts that train, to the end of the run: each fault, and what has gone wrong."""
+    try:
+        yield from faults.strike_all(num_faults)
+        faults.end()
+        codes = run.ended(300)
+        if any(codes):
+            yield f"codes {codes}"
+        run.check_gone()
+    except LockstepError as error:
+        yield str(error)
+        shutil.copytree(run.run_dir, run.folder.parent / "run")
+        return
+    finally:
+        faults.undo_all()
+    digest = result(run.run_dir).get("params_sha256")
+    if digest != sha:
+        yield f"{digest} instead of {sha}"
+    yield from missing(run.all_rows(), num_steps)
+    yield from contradictions(commits(run.folder / "commits"))
 
 
 def summary(found: dict[str, list[Struck]]) -> str:
@@ -200,28 +207,31 @@ def summary(found: dict[str, list[Struck]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    """Strike runs until there were enough faults; 1 if anything went wrong."""
-    parser = argparse.ArgumentParser(prog="tests.campaigns.hosts", description=__doc__)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
-    parser.add_argument("--hosts", type=int, default=3)
-    parser.add_argument("--faults", type=int, default=30)
-    arguments = parser.parse_args()
+def report(
+    seed: int, num_faults: int, steps: int, runs: Callable[[Path, str, int], Iterator[Struck | str]]
+) -> int:
+    """Strike runs until there were enough faults, and print what has become of them.
+
+    Args:
+        seed: of the campaign.
+        num_faults: number of faults in all.
+        steps: number of steps of each run.
+        runs: function that strikes one, in a folder, with its SHA-256 and number of faults.
+
+    Returns:
+        The exit code: 1 if anything went wrong.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which removes hosts and disks
-    source = random.Random(arguments.seed)
     found: dict[str, list[Struck]] = defaultdict(list)
     wrong: list[str] = []
     done = number = 0
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lockstep-alone-") as alone:
-        sha = sha_alone(Path(alone), f"steps={_STEPS}")
-    while done < arguments.faults and not wrong:
+        sha = sha_alone(Path(alone), f"steps={steps}")
+    while done < num_faults and not wrong:
         root = Path(tempfile.mkdtemp(prefix="lockstep-hosts-"))
-        has_etcd = number % 2 == 1 and shutil.which("etcd") is not None
-        where = "with etcd" if has_etcd else "without etcd"
-        print(f"seed {arguments.seed}, run {number} {where}: {root}", flush=True)
-        most = min(_FAULTS_A_RUN, arguments.faults - done)
-        for struck in one_run(root, sha, has_etcd, most, source, arguments.hosts):
+        print(f"seed {seed}, run {number}: {root}", flush=True)
+        for struck in runs(root, sha, min(_FAULTS_A_RUN, num_faults - done)):
             if isinstance(struck, str):
                 wrong.append(struck)
                 print(f"WRONG: {struck}", flush=True)
@@ -240,12 +250,30 @@ def main() -> int:
             shutil.rmtree(root)
     print(summary(found))
     print(
-        f"seed {arguments.seed}: {done} faults in {number} runs, {len(wrong)} things wrong; each "
+        f"seed {seed}: {done} faults in {number} runs, {len(wrong)} things wrong; each "
         "run with one SHA-256, each step once, at most one side of a partition ever committing"
         if not wrong
-        else f"seed {arguments.seed}: {len(wrong)} things wrong after {done} faults; see {root}"
+        else f"seed {seed}: {len(wrong)} things wrong after {done} faults; see {root}"
     )
     return 1 if wrong else 0
+
+
+def main() -> int:
+    """Strike runs until there were enough faults; 1 if anything went wrong."""
+    parser = argparse.ArgumentParser(prog="tests.campaigns.hosts", description=__doc__)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument("--hosts", type=int, default=3)
+    parser.add_argument("--faults", type=int, default=30)
+    arguments = parser.parse_args()
+    source = random.Random(arguments.seed)
+    kinds = itertools.cycle([False, shutil.which("etcd") is not None])
+
+    def run(root: Path, sha: str, most: int) -> Iterator[Struck | str]:
+        has_etcd = next(kinds)
+        print("with etcd" if has_etcd else "without etcd", flush=True)
+        return one_run(root, sha, has_etcd, most, source, arguments.hosts)
+
+    return report(arguments.seed, arguments.faults, _STEPS, run)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Tests that start a cluster need the extra `ray`: `pip install -e '.[ray]'`, then
 `pytest -m slow tests/launching/test_ray.py`.
 """
 
+import http.server
 import importlib.util
 import json
 import os
@@ -11,7 +12,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -24,9 +27,9 @@ from tests.launching.ray_nodes import Nodes
 from lockstep.errors import LaunchError
 from lockstep.launching.host.line import Terms
 from lockstep.launching.host.processes import is_alive
-from lockstep.launching.job import ray_cluster
-from lockstep.launching.job.ray_cluster import check_ray, layout
-from lockstep.launching.job.ray_node import Node, Work
+from lockstep.launching.job import ray_node
+from lockstep.launching.job.ray_cluster import layout
+from lockstep.launching.job.ray_node import Node, Work, check_ray
 from lockstep.launching.start import (
     TRAIN_LAUNCHERS,
     RayCluster,
@@ -68,7 +71,7 @@ def test_ranks_with_gpus_and_threads_need_nodes_that_have_both():
 
 @pytest.mark.parametrize("installed", ["2.39.9", "3.0.0", "1.13"])
 def test_another_version_of_ray_is_refused(installed, monkeypatch):
-    monkeypatch.setattr(ray_cluster, "version", lambda _: installed)
+    monkeypatch.setattr(ray_node, "version", lambda _: installed)
     with pytest.raises(LaunchError, match=rf"Ray {installed} is installed, and must be at least"):
         check_ray("auto")
 
@@ -77,13 +80,22 @@ def test_without_ray_the_message_says_what_to_install(monkeypatch):
     def missing(_):
         raise PackageNotFoundError
 
-    monkeypatch.setattr(ray_cluster, "version", missing)
+    monkeypatch.setattr(ray_node, "version", missing)
     with pytest.raises(LaunchError, match=r"Ray is not installed; `pip install 'lockstep-train"):
         check_ray("auto")
 
 
+def answer(head, status):
+    """What Ray's own head answers."""
+    connection, _ = head.accept()
+    with connection:
+        assert connection.recv(4096).startswith(b"PRI * HTTP/2.0")
+        connection.sendall(b"\x40\x0ccontent-type\x10application/grpc@\x0bgrpc-status")
+        connection.sendall(bytes([len(status)]) + status.encode())
+
+
 def test_addresses_of_no_cluster_are_refused_at_once(monkeypatch):
-    monkeypatch.setattr(ray_cluster, "version", lambda _: "2.60.0")
+    monkeypatch.setattr(ray_node, "version", lambda _: "2.60.0")
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
@@ -92,6 +104,26 @@ def test_addresses_of_no_cluster_are_refused_at_once(monkeypatch):
     for address in ("ray://head:10001", "head", "http://head:8265"):
         with pytest.raises(LaunchError, match=f"{address}: must be HOST:PORT"):
             check_ray(address)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with monkeypatch.context() as patch:
+            patch.setattr(ray_node, "_CONNECT_S", 0.1)
+            with pytest.raises(LaunchError, match=r"no answer for 0\.1 s"):
+                check_ray(f"127.0.0.1:{port}")
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as web:
+        threading.Thread(target=web.handle_request, daemon=True).start()
+        with pytest.raises(LaunchError, match="no Ray cluster answers there"):
+            check_ray(f"127.0.0.1:{web.server_port}")
+    for status, refused in (("16", True), ("0", False)):
+        with socket.create_server(("127.0.0.1", 0)) as head:
+            threading.Thread(target=answer, args=(head, status), daemon=True).start()
+            address = "127.0.0.1:{1}".format(*head.getsockname())
+            with pytest.raises(LaunchError, match="wants a token") if refused else nullcontext():
+                check_ray(address)
+    monkeypatch.setattr(ray_node, "_known_here", set)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(LaunchError, match=r"--ray-address auto: .* \(Ray does not run on this"):
+        check_ray_address("ray", None)
     with pytest.raises(LaunchError, match="--ray-address auto: belongs to --launcher ray"):
         check_ray_address("local", "auto")
 

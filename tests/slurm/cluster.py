@@ -149,11 +149,15 @@ class Cluster:
         wait_for(is_over, timeout, f"end of job {job}")
         return self.job(job)
 
-    def kill_node(self, node: str) -> None:
-        """Kill a node's daemon and everything that runs on the node, as a power cut would."""
+    def kill_daemon(self, node: str) -> None:
+        """Kill a node's daemon; what runs on the node goes on."""
         daemon = self._processes.pop(node)
         daemon.kill()
         daemon.wait()
+
+    def kill_node(self, node: str) -> None:
+        """Kill a node's daemon and everything that runs on the node, as a power cut would."""
+        self.kill_daemon(node)
         conf = f"SLURM_CONF={self.env['SLURM_CONF']}"
         _kill_with_stepds(_processes_with(conf, f"SLURMD_NODENAME={node}"))
 

@@ -34,6 +34,7 @@ from lockstep.launching.remote import carried
 from lockstep.launching.start import (
     REPLACING,
     RayCluster,
+    check_ray_address,
     rank_command,
     ray_command,
     start_shown,
@@ -100,6 +101,7 @@ def launch(
     chosen = _check(num_ranks, launcher, replacements)
     if ray_address is not None and chosen != "ray":
         raise LaunchError(f"ray_address={shown(ray_address)}: is for launcher='ray'; add that")
+    check_ray_address(chosen, ray_address)
     config = config_of(task, config, keys, "launch")
     check_names_run(run_dir, resume)
     wanted = Session(str(run_dir) if run_dir else None, resume, console=False, quiet=quiet)

@@ -30,7 +30,8 @@ from lockstep.launching.job.commands import (
     torchrun_command,
 )
 from lockstep.launching.job.ending import Ended, how_ended
-from lockstep.launching.job.ray_cluster import Request, check_ray
+from lockstep.launching.job.ray_cluster import Request
+from lockstep.launching.job.ray_node import check_ray
 from lockstep.launching.job.run import run_ranks
 from lockstep.launching.rank.process import STOP_FILE, stop_signals
 from lockstep.launching.targets import is_script, script_path
@@ -82,13 +83,20 @@ def check_replacements(launcher: str, replacements: int) -> None:
         )
 
 
+def address_of(address: str | None) -> str:
+    """The address of the Ray cluster that is meant."""
+    return address or os.environ.get("RAY_ADDRESS") or "auto"
+
+
 def check_ray_address(launcher: str, address: str | None) -> None:
-    """Refuse the address of a Ray cluster under another launcher.
+    """Refuse the address of a Ray cluster under another launcher, or where none answers.
 
     Raises:
-        LaunchError: there is one.
+        LaunchError: there is one; or Ray is not there, or no cluster answers.
     """
-    if address is not None and launcher != "ray":
+    if launcher == "ray":
+        check_ray(address_of(address))
+    elif address is not None:
         raise LaunchError(f"--ray-address {address}: belongs to --launcher ray; add that")
 
 
@@ -130,14 +138,9 @@ def ray_command(
         cluster: where to start them.
         replacements: greatest number of processes to start in the place of killed ones.
         fds: file descriptor of a copy of a task, if there is one.
-
-    Raises:
-        LaunchError: Ray is not there, or no cluster answers.
     """
-    address = cluster.address or os.environ.get("RAY_ADDRESS") or "auto"
-    check_ray(address)
     request = Request(
-        address, num_ranks, replacements, cluster.threads, tuple(argv[1:]),
+        address_of(cluster.address), num_ranks, replacements, cluster.threads, tuple(argv[1:]),
         STOP_FILE, stop_signals(), *fds,
     )  # fmt: skip
     return RankCommand(tuple(request.argv), num_ranks, "ray", forwards_signals=True, fds=fds)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import selectors
 import signal
 import socket
@@ -20,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any, TextIO
 
 from lockstep.errors import LaunchError, LockstepError
@@ -28,15 +27,10 @@ from lockstep.launching.host.coordinator import Coordinator
 from lockstep.launching.host.group import KILLED
 from lockstep.launching.host.line import Terms
 from lockstep.launching.host.output_pump import pumped_output
-from lockstep.launching.job.ray_node import PACKAGE, Node, Work, variables_of_ranks
-
-OLDEST, BEFORE = (2, 40), (3,)
-"""Versions of Ray that are known to work: from the first one on, before the second one."""
+from lockstep.launching.job.ray_node import PACKAGE, Node, Work, no_cluster, variables_of_ranks
 
 _HOST_TIMEOUT_S = 5.0
-_CONNECT_S = 3.0
 _MEET_S = 30.0
-_SILENT = "no answer, as of one with tokens if RAY_AUTH_MODE=token is not set"
 _LOOK_S = 0.2
 _NOTICE_S = 5.0
 _NODE_GROUP = "ray.io/node-group"
@@ -76,48 +70,6 @@ class Request:
     def per_rank(self) -> Mapping[str, float]:
         """What a rank needs of a node, by Ray's names."""
         return {"CPU": self.threads}
-
-
-def check_ray(address: str) -> None:
-    """Refuse to start ranks on a Ray cluster without a Ray that is known to work.
-
-    Args:
-        address: of the cluster, `HOST:PORT` or `auto`.
-
-    Raises:
-        LaunchError: Ray is not installed, is of another version, or no cluster has this address.
-    """
-    install = "`pip install 'lockstep-train[ray]'`"
-    try:
-        installed = version("ray")
-    except PackageNotFoundError:
-        raise LaunchError(f"--launcher ray: Ray is not installed; {install}") from None
-    number = tuple(map(int, re.findall(r"\d+", installed)[:2]))
-    if not OLDEST <= number < BEFORE:
-        oldest, before = (".".join(map(str, limit)) for limit in (OLDEST, BEFORE))
-        raise LaunchError(
-            f"--launcher ray: Ray {installed} is installed, and must be at least {oldest} and "
-            f"before {before}; {install}, and the same version on all nodes"
-        )
-    if address != "auto" and not re.fullmatch(r"[^\s:/]+:\d{1,5}", address):
-        raise LaunchError(
-            f"--ray-address (or RAY_ADDRESS) {address}: must be HOST:PORT of the cluster's head "
-            "node, or auto; for ray:// and https:// submit the command as a job: `ray job submit "
-            "-- lockstep train …`"
-        )
-    host, _, port = address.rpartition(":")
-    try:
-        if host:
-            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
-    except (OSError, OverflowError, UnicodeError) as error:
-        raise _no_cluster(address, str(error)) from None
-
-
-def _no_cluster(address: str, reason: str) -> LaunchError:
-    return LaunchError(
-        f"--ray-address {address}: no Ray cluster answers there ({reason}); start one with "
-        "`ray start --head`, and this command on one of its nodes"
-    )
 
 
 def layout(
@@ -350,13 +302,15 @@ def connected(address: str) -> Any:
     import ray.util.scheduling_strategies
 
     # `ray.init` may wait for minutes for a cluster that is gone.
-    timer = threading.Timer(_MEET_S, _give_up, [_no_cluster(address, _SILENT)])
+    timer = threading.Timer(
+        _MEET_S, _give_up, [no_cluster(address, f"no answer for {_MEET_S:g} s")]
+    )
     timer.daemon = True
     timer.start()
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
-        raise _no_cluster(address, " ".join(str(error).split())) from None
+        raise no_cluster(address, " ".join(str(error).split())) from None
     finally:
         timer.cancel()
     return ray

@@ -143,6 +143,8 @@ _IDENTITY: dict[str, tuple[str, ...]] = {
     "Warned": ("message",),
     "Checkpointed": ("path",),
     "Joined": ("slot", "pid"),
+    "Profiled": ("path",),
+    "Rebalanced": (),
     "RankLost": ("slot",),
     "Recovered": ("world_size",),
     "ExchangeChosen": ("way",),
