@@ -3,7 +3,6 @@
 import hashlib
 import shutil
 import socket
-import sys
 import time
 
 from tests.conftest import environment, result
@@ -20,20 +19,20 @@ class Disks(Hosts):
 
     def __init__(
         self, folder, num_hosts, *keys, hosts=None, num_ranks=1, faults=(), rendezvous="",
-        copies=2, replace=0, task="slow.py:Slow", command=None,
+        copies=2, task="slow.py:Slow",
     ):  # fmt: skip
         self.known = [*range(num_hosts)] if hosts is None else hosts
         for host in self.known:
             self.place(folder, host)
         self.port = free_port()
         where = rendezvous or f"127.0.0.1:{self.port}"
-        options = ["--rendezvous", where, "--wait", "20", "--replace", str(replace)]
+        options = ["--rendezvous", where, "--wait", "20"]
         train = ["train", task, "--resume", *keys, f"checkpoint.copies={copies}", "--run-dir"]
         first = self.known[0]
         super().__init__(
-            folder, num_hosts, num_ranks, 2.0, options, command or [*train, "run"],
+            folder, num_hosts, num_ranks, 2.0, options, [*train, "run"],
             folder / f"h{first}" / "run", folder / "log",
-            environment() | to_env(faults, folder / "faults"),
+            environment(cold=bool(rendezvous)) | to_env(faults, folder / "faults"),
         )  # fmt: skip
 
     @staticmethod
@@ -122,6 +121,3 @@ def warnings(run_dir):
 def newest(run_dir):
     """The name of the newest checkpoint; empty if there is none."""
     return max((p.name for p in (run_dir / "checkpoints").glob("step_*")), default="")
-
-
-__all__ = ["Disks", "files", "newest", "sha_alone", "steps", "sys", "warnings"]
