@@ -236,11 +236,14 @@ def errors(found: list[dict[str, Any]]) -> Section:
 def coverage(found: list[dict[str, Any]]) -> Section:
     made = Section(
         "Intervals",
-        "Percent of the points inside intervals of 50 % and 90 %, and the mean width. Calibrated "
-        "on the Arctic's validation year (split conformal, by tenths of the prediction), but for "
-        "the last row: mean ± z deviations of three networks.",
-        ("", "Arctic, 50 %", "90 %", "width of 90 %", "Antarctic, 50 %", "90 %", "width of 90 %"),
-    )
+        "Percent of the points inside intervals of 50 % and 90 %, and the mean width of the "
+        "latter. Calibrated on the Arctic's validation year (split conformal, by tenths of the "
+        "prediction), but for the last row: mean ± z deviations of three networks.",
+        (
+            "", "Arctic, 50 %", "Arctic, 90 %", "width", "Antarctic, 50 %", "Antarctic, 90 %",
+            "width",
+        ),
+    )  # fmt: skip
     for name in found[0]["coverage"][PLACES["arctic"]]:
         cells = [
             cell
