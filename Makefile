@@ -67,9 +67,10 @@ types: venv
 docs: venv
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-# Tables of keys in docs/configuration.md, and the page of commands, from the code.
+# Tables of keys and the page of commands, from the code; figures, from docs/benchmarks/*.json.
 docs-tables: venv
 	$(BIN)/python docs/tables.py
+	$(BIN)/python docs/figures.py
 	$(BIN)/python docs/commands.py
 
 # The pictures of docs/architecture.md, from the import graph and the page's own listings.

@@ -103,7 +103,14 @@ def write(
         facts: what the numbers depend on, by name.
         sections: of the page.
     """
-    raw = {"facts": facts, "sections": [{"title": s.title, "raw": s.raw} for s in sections]}
+    parts = [
+        {
+            "title": s.title, "header": s.header, "rows": s.rows, "verdicts": s.verdicts,
+            "raw": s.raw,
+        }
+        for s in sections
+    ]  # fmt: skip
+    raw = {"facts": facts, "sections": parts}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{stem}.md").write_text(text, encoding="utf-8")
     (folder / f"{stem}.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +26,11 @@ def script(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def figures() -> ModuleType:
+    return script("figures")
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +82,55 @@ def test_the_page_of_commands_is_up_to_date() -> None:
     assert commands.written() == page, "run `make docs-tables`"
     assert "| `-q`, `--quiet` | Show warnings, errors and the last line only. |" in page
     assert "## lockstep quantum predict" in page
+
+
+def test_measured_figures_are_those_of_the_benchmarks(figures: ModuleType) -> None:
+    for page in figures.pages():
+        text = page.read_text(encoding="utf-8")
+        assert figures.written(text) == text, f"{page}: run `make docs-tables`"
+        assert not figures.unmarked(text), f"{page}: say which cell they are from"
+    assert figures.CLAIMS.read_text(encoding="utf-8") == figures.claims_page()
+    assert len([*figures.claims()]) > 30
+
+
+@pytest.mark.parametrize("path", sorted((DOCS / "benchmarks").glob("*.json")), ids=lambda p: p.stem)
+def test_a_page_of_benchmarks_has_the_tables_of_its_file(path: Path) -> None:
+    lines = path.with_suffix(".md").read_text(encoding="utf-8").splitlines()
+    for section in json.loads(path.read_text(encoding="utf-8"))["sections"]:
+        rows = [section["header"], ["---"] * len(section["header"]), *section["rows"]]
+        table = [f"| {' | '.join(row)} |" for row in rows]
+        start = lines.index(table[0], lines.index(f"## {section['title']}"))
+        assert lines[start : start + len(table)] == table
+        after = [line for line in lines[start + len(table) :] if line]
+        assert after[: len(section["verdicts"])] == section["verdicts"]
+
+
+def test_a_stale_figure_takes_the_form_of_the_old_one(
+    figures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = {
+        "title": "Steps of a model", "header": ["", "ranks", "time", "of it"],
+        "rows": [["ours", "2", "1,234.56 ms (1–2)", "0.4567"], ["ours, fast", "2", "7 ms", "1"]],
+        "verdicts": ["- Target twice as fast ≥ 2: 2.31 (2.2–2.4) → **met**"],
+    }  # fmt: skip
+    facts = {"command": "`python benchmarks/x.py`"}
+    (tmp_path / "x.json").write_text(json.dumps({"facts": facts, "sections": [section]}))
+    monkeypatch.setattr(figures, "BENCHMARKS", tmp_path)
+    for old, new in {
+        "| 9,999<!-- x: Steps > ours > time --> ms |": "1,235",
+        "**.1**<!-- x: Steps > ours, 2 > of -->": ".5",
+        "[2.00](x.md)<!-- x: Steps > Target twice as fast ≥ 2: -->": "2.31",
+        "about 9 %<!-- x: Steps > ours, fast > time -->": "7",
+        "8<!-- x: Steps > ours > time #2 -->": "1",
+    }.items():
+        number = re.search(r"[\d.,]+", old)
+        assert number
+        assert figures.written(old) == old.replace(number[0], new, 1)
+    for place in ("Steps > theirs > time", "Steps > our > time", "Other > ours > time"):
+        with pytest.raises(figures.Stale, match=r"places, not one"):
+            figures.written(f"3<!-- x: {place} -->")
+    with pytest.raises(figures.Stale, match=r"there is no y\.json"):
+        figures.written("3<!-- y: Steps > ours > time -->")
+    assert figures.written("in 1:51<!-- measured: y -->") == "in 1:51<!-- measured: y -->"
+    link = "[4.05](docs/benchmarks/host.md)"
+    assert figures.unmarked(f"{link}, {link}<!-- host: a > b -->") == [link]

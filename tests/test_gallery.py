@@ -70,6 +70,7 @@ SIZES = {
     ),
     "memory": Small(("steps=6", "batch_size=8", "width=16", "num_eval=4", "eval_every=6"), 4),
     "own_loop": Small(("epochs=2",), 30),
+    "phases": Small(("epochs=2", "num_qubits=3", "num_layers=1", "eval_every=2"), 3),
     "ranking": Small(("epochs=3", "eval_every=3"), 5),
     "recommender": Small(
         ("steps=8", "num_clicks=2000", "num_users=100", "num_items=80", "width=4", "eval_every=4"),

@@ -18,7 +18,7 @@ from lockstep.systems.hrm.config import HrmConfig
 from lockstep.systems.hrm.puzzles import puzzles_of
 from lockstep.systems.hrm.reports.rules import simple_answers
 from lockstep.systems.sketched.task import Sketched, SketchedConfig
-from lockstep.systems.ufs.baselines import simple_predictions
+from lockstep.systems.ufs.baselines import simple_models
 
 TASK = """
 import torch, lockstep as ls
@@ -127,11 +127,15 @@ def test_logistic_regression_finds_a_logistic_law_and_trees_what_is_not_linear()
     generator = np.random.default_rng(0)
     x = generator.normal(size=(600, 3))
     law = 1 / (1 + np.exp(-(x @ [2.0, -1.0, 0.5] + 0.3)))
-    found = simple_predictions(np.column_stack([x, law])[:400], x[400:], ["aice"])
+    found = _predicted(np.column_stack([x, law])[:400], x[400:])
     errors = {n: np.abs(v[:, 0] - law[400:]).max() for n, v in found.items()}
     assert errors["logistic regression"] < 1e-5 < errors["linear regression"] < errors["the mean"]
     bent = np.where(np.abs(x[:, 0]) > 1, 0.9, 0.1)
-    found = simple_predictions(np.column_stack([x, bent])[:400], x[400:], ["aice"])
+    found = _predicted(np.column_stack([x, bent])[:400], x[400:])
     squared = {n: np.square(v[:, 0] - bent[400:]).mean() for n, v in found.items()}
     assert squared["gradient-boosted trees"] < 0.2 * squared["logistic regression"]
     assert torch.isfinite(torch.tensor([*squared.values()])).all()
+
+
+def _predicted(train: Any, x: Any) -> dict[str, Any]:
+    return {name: model(x) for name, model in simple_models(train, 3, ["aice"]).items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,6 +82,28 @@ def test_files_of_both_kinds_are_read(tmp_path: Path) -> None:
     assert colour.dataset("val").tensors[0].shape == (2, 3, 32, 32)
     assert len(colour.dataset("test")) == 4
     assert colour.dataset("other") is None
+
+
+@pytest.mark.parametrize("classes", [10, pytest.param(100, marks=pytest.mark.slow)])
+def test_the_command_learns_files_of_cifar(here: Any, tmp_path: Path, classes: int) -> None:
+    """A band of one colour tells the label, of four; those of a hundred have a coarse one too."""
+    random = torch.Generator().manual_seed(1)
+    names = ["train.bin", "test.bin"]
+    if classes == 10:
+        names = [*(f"data_batch_{n}.bin" for n in range(1, 6)), "test_batch.bin"]
+    for name in names:
+        content = b""
+        for n in range(60 if name == "train.bin" else 12):
+            image = torch.randint(0, 60, (3, 32, 32), generator=random)
+            image[n % 3, 8 * (n % 4) : 8 * (n % 4) + 8] += 180
+            labels = [n % 4] if classes == 10 else [19, n % 4]
+            content += bytes([*labels, *image.flatten().tolist()])
+        (tmp_path / name).write_bytes(content)
+    keys = ("depth=8", "width=4", "batch_size=16", "num_microbatches=1", "steps=16", "shift=1",
+            "lr=0.1", "schedule.warmup_steps=2", "eval_every=16")  # fmt: skip
+    done = here("train", "cifar", f"data_dir={tmp_path}", *keys, "--run-dir", "run")
+    assert done.returncode == 0, done.stderr
+    assert result(tmp_path / "run")["metrics"]["test/accuracy"] > 0.5
 
 
 def test_images_are_augmented_in_training_only(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +21,10 @@ _LOGIT_EDGE = 1e-6
 _LOGISTIC_STEPS = 200
 
 
-def simple_predictions(train: Floats, x: Floats, names: Sequence[str]) -> dict[str, Floats]:
-    """Outputs that simple models predict, by their names.
+def simple_models(
+    train: Floats, num_inputs: int, names: Sequence[str]
+) -> dict[str, Callable[[Floats], Floats]]:
+    """Simple models, by their names: functions of inputs [M, in] to outputs [M, out].
 
     - the mean of the training rows
     - linear regression, within the bounds of the outputs
@@ -31,11 +34,8 @@ def simple_predictions(train: Floats, x: Floats, names: Sequence[str]) -> dict[s
 
     Args:
         train: inputs, then outputs, in physical units, [N, in + out].
-        x: inputs to predict at, [M, in].
+        num_inputs: number of inputs.
         names: short names of the outputs.
-
-    Returns:
-        Predicted outputs [M, out] of each, in physical units.
 
     Raises:
         ConfigError: scikit-learn is not installed.
@@ -44,25 +44,26 @@ def simple_predictions(train: Floats, x: Floats, names: Sequence[str]) -> dict[s
         raise ConfigError('baselines need scikit-learn: pip install "lockstep-train[recipes]"')
     from sklearn.ensemble import HistGradientBoostingRegressor
 
-    known, targets = train[:, : x.shape[1]], train[:, x.shape[1] :]
+    known, targets = train[:, :num_inputs], train[:, num_inputs:]
     mean, deviation = known.mean(0), known.std(0)
     deviation[deviation == 0] = 1
-    design, there = (
-        np.column_stack([(rows - mean) / deviation, np.ones(len(rows))]) for rows in (known, x)
-    )
-    linear = _least_squares(design, targets)
+
+    def design(x: Floats) -> Floats:
+        return np.column_stack([(x - mean) / deviation, np.ones(len(x))])
+
+    rows = design(known)
+    linear = _least_squares(rows, targets)
     trees = [HistGradientBoostingRegressor(random_state=0).fit(known, y) for y in targets.T]
     bounds = [VARIABLES[name].bounds for name in names]
+    logistic = [
+        partial(np.dot, b=linear[:, n]) if b is None else _logistic(rows, targets[:, n], b)
+        for n, b in enumerate(bounds)
+    ]
     return {
-        "the mean": np.broadcast_to(targets.mean(0), (len(x), len(names))),
-        "linear regression": _bounded(there @ linear, bounds),
-        "logistic regression": np.column_stack(
-            [
-                there @ linear[:, n] if b is None else _logistic(design, targets[:, n], b)(there)
-                for n, b in enumerate(bounds)
-            ]
-        ),
-        "gradient-boosted trees": _bounded(
+        "the mean": lambda x: np.broadcast_to(targets.mean(0), (len(x), len(names))),
+        "linear regression": lambda x: _bounded(design(x) @ linear, bounds),
+        "logistic regression": lambda x: np.column_stack([f(design(x)) for f in logistic]),
+        "gradient-boosted trees": lambda x: _bounded(
             np.column_stack([tree.predict(x) for tree in trees]), bounds
         ),
     }

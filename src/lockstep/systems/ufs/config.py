@@ -22,6 +22,7 @@ from lockstep.config import (
 )
 from lockstep.systems.ufs.fields import DEFAULT_INPUTS, VARIABLES
 from lockstep.systems.ufs.fields.grids import EVERYWHERE, REGIONS, Box
+from lockstep.systems.ufs.synthetic import World
 
 
 def _as_tuple(value: Any) -> Any:
@@ -55,6 +56,9 @@ class UfsConfig(TrainConfig):
 
     history: Files = Field(default=(), json_schema_extra=NO_OUTCOME)
     """CICE history files, names or patterns; without any files, synthetic ones with a known law."""
+    synthetic: World = Field(default="exact", json_schema_extra=NO_OUTCOME)
+    """Which synthetic ones: `exact`, four days of a law without noise; `noisy`, four years of
+    months with seasons, noise, an unobserved variable, memory and thresholds."""
     atmosphere: Files = Field(default=(), json_schema_extra=NO_OUTCOME)
     """The atmosphere's files of CF pairs."""
     ocean: Files = Field(default=(), json_schema_extra=NO_OUTCOME)

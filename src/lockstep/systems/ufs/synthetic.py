@@ -1,92 +1,165 @@
 """Synthetic oceans, atmospheres and sea ice with a known law, in both file formats.
 
-Ice forms where the sea is colder than an edge temperature, which falls with salinity as the
-freezing point does: aice = s(-(sst - edge(sss)) / WIDTH), s the logistic function.
+`exact`: ice forms where the sea is colder than an edge temperature, which falls with salinity as
+the freezing point does: aice = s(-(sst - edge(sss)) / WIDTH), s the logistic function.
 
-Everything is a pure function of (grid, time, seed). Variables that the law does not depend on have
-noise of their own, so that the law's derivatives can be learned from the fields.
+`noisy`: months of seasons. Open water freezes below the edge temperature, and ice melts at one that
+is higher by `HYSTERESIS` tanh(hi), hi the thickness that the ice of the months before has left; air
+above 0 °C melts too. Heat from below, which no variable shows, and weather shift the logit:
+
+    aice = s((edge(sss) + HYSTERESIS tanh(hi) - sst) / NOISY_WIDTH - MELT max(tair, 0)
+             + HIDDEN heat + WEATHER noise)
+    hi of the next month = aice (KEPT hi + GROWTH)
+
+The recorded aice has an error of `RECORDED` and is clipped to [0, 1].
+
+Everything is a pure function of (grid, time, seed). Variables that a law does not depend on have
+noise of their own, so that its derivatives can be learned from the fields.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.data.workers import share_out
 from lockstep.errors import DataError, file_errors
-from lockstep.systems.ufs.fields import (
-    DEFAULT_INPUTS,
-    KELVIN,
-    OCEAN_MASKS,
-    THICKNESS,
-    VARIABLES,
-    Variable,
-)
-from lockstep.systems.ufs.netcdf_file import new_netcdf
+from lockstep.systems.ufs.fields.formats import Snapshot, write_cf_file, write_history_file
 
 Floats = npt.NDArray[np.floating[Any]]
 Fields = dict[str, npt.NDArray[np.float32]]
+World = Literal["exact", "noisy"]
 
 WIDTH = 0.25
-"""Width of the transition from open water to ice, in °C."""
+"""Width of the transition from open water to ice in the exact world, in °C."""
 
 EDGE = -0.9
-"""Temperature at which half of the sea is covered at salinity `SALINITY`, in °C."""
+"""Temperature at which half of the sea is covered at salinity `SALINITY`, 34 psu, in °C."""
 
 SALINITY = 34.0
-"""Salinity, in psu, at which the edge temperature is `EDGE`."""
 
 SALT_SLOPE = -0.0543
 """Change of the edge temperature with salinity, in °C/psu: that of the freezing point."""
 
+NOISY_WIDTH = 0.4
+"""As `WIDTH`, in the noisy world."""
 
-MISSING = np.float32(-3.33477e38)
-"""The number in CF files that stands for a missing value."""
+HYSTERESIS = 2.0
+"""How much warmer thick ice melts than open water freezes, in °C."""
 
-NUM_LEVELS = 3
-"""Levels of the atmosphere in synthetic CF files; the last is the lowest."""
+MELT = 1.0
+"""What a degree of air above 0 °C takes from the logit, in 1/°C."""
+
+HIDDEN, WEATHER = 0.8, 0.6
+"""Deviations, in the logit, of the heat that is not observed, smooth in space, and of noise."""
+
+RECORDED = 0.03
+"""Deviation of the errors of recorded concentrations."""
+
+KEPT, GROWTH = 0.6, 0.6
+"""Of a month: the part of the thickness that stays, and what grows, in m; 1.5 m in the end."""
 
 _STEFAN_BOLTZMANN = 5.670374e-8
 _PRESSURE_HPA = 1013.25
 _NUM_WAVES = 16
-_EMBEDDED_GRID = (90, 180)
-_EMBEDDED_TIMES = 4
-_HOURS_BETWEEN = 24
-_TIME_UNIT = "hours since 2025-01-01 00:00:00"
+_EMBEDDED = {"exact": ("synthetic-1", (90, 180), 4), "noisy": ("noisy-1", (45, 90), 48)}
+"""Folder in the cache, grid and number of times of each world."""
+_HOURS = {"exact": (0.0, 24.0), "noisy": (365.25, 730.5)}
+"""The first time, and from one to the next."""
+_SPIN_UP_MONTHS = 12
+
+
+class Law(NamedTuple):
+    """What aice is to be expected from observed variables.
+
+    Attributes:
+        inputs: short names of these variables.
+        expected: their columns, of any shape, to the mean of aice.
+        slopes: their columns to its derivatives by each.
+    """
+
+    inputs: tuple[str, ...]
+    expected: Callable[..., Floats]
+    slopes: Callable[..., tuple[Floats, ...]]
+
+    def jacobian(
+        self, columns: Mapping[str, Floats], inputs: tuple[str, ...]
+    ) -> npt.NDArray[np.float64]:
+        """∂aice/∂input in physical units.
+
+        Args:
+            columns: values [N] by short name, of the law's inputs at least.
+            inputs: short names of the inputs.
+
+        Returns:
+            Derivatives [N, len(inputs)], float64; 0 for inputs that the law does not depend on.
+        """
+        given = [columns[name].astype(np.float64) for name in self.inputs]
+        jacobian = np.zeros((len(given[0]), len(inputs)))
+        for name, slope in zip(self.inputs, self.slopes(*given), strict=True):
+            if name in inputs:
+                jacobian[:, inputs.index(name)] = slope
+        return jacobian
 
 
 def concentration(sst: Floats, sss: Floats) -> Floats:
-    """Aice in [0, 1] from temperature in °C and salinity in psu, of any shape."""
-    edge = EDGE + SALT_SLOPE * (sss - SALINITY)
-    # As tanh, which does not overflow.
-    return np.asarray(0.5 - 0.5 * np.tanh((sst - edge) / (2 * WIDTH)))
+    """Aice in [0, 1] of the exact world from °C and psu, of any shape."""
+    return _logistic((_edge(sss) - sst) / WIDTH)
 
 
-def true_jacobian(
-    sst: Floats, sss: Floats, inputs: tuple[str, ...] = DEFAULT_INPUTS
-) -> npt.NDArray[np.float64]:
-    """∂aice/∂input of the law, in physical units.
-
-    Args:
-        sst: sea surface temperature in °C, [N].
-        sss: sea surface salinity in psu, [N].
-        inputs: short names of the inputs.
-
-    Returns:
-        Derivatives [N, len(inputs)], float64; 0 for all inputs but sst and sss.
-    """
-    aice = concentration(sst.astype(np.float64), sss.astype(np.float64))
+def _slopes(sst: Floats, sss: Floats) -> tuple[Floats, ...]:
+    aice = concentration(sst, sss)
     slope = -aice * (1 - aice) / WIDTH
-    jacobian = np.zeros((len(aice), len(inputs)))
-    if "sst" in inputs:
-        jacobian[:, inputs.index("sst")] = slope
-    if "sss" in inputs:
-        jacobian[:, inputs.index("sss")] = -slope * SALT_SLOPE
-    return jacobian
+    return slope, -slope * SALT_SLOPE
+
+
+def _logit(sst: Floats, sss: Floats, tair: Floats, hi: Floats) -> Floats:
+    """The logit of aice in the noisy world without heat from below and noise."""
+    edge = _edge(sss) + HYSTERESIS * np.tanh(hi)
+    return np.asarray((edge - sst) / NOISY_WIDTH - MELT * np.maximum(tair, 0))
+
+
+def _noisy_mean(*columns: Floats) -> Floats:
+    return _mean_over_noise(_logistic, _logit(*columns))
+
+
+def _noisy_slopes(sst: Floats, sss: Floats, tair: Floats, hi: Floats) -> tuple[Floats, ...]:
+    def steepness(z: Floats) -> Floats:
+        return np.asarray(_logistic(z) * _logistic(-z))
+
+    slope = _mean_over_noise(steepness, _logit(sst, sss, tair, hi))
+    by_edge = slope / NOISY_WIDTH
+    return (
+        -by_edge, by_edge * SALT_SLOPE, -slope * MELT * (tair > 0),
+        by_edge * HYSTERESIS / np.cosh(hi) ** 2,
+    )  # fmt: skip
+
+
+def _mean_over_noise(function: Callable[[Floats], Floats], z: Floats) -> Floats:
+    """The mean of a function of the logit over heat and noise, by Gauss and Hermite's rule."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(24)
+    spread = np.hypot(HIDDEN, WEATHER)
+    pairs = zip(nodes, weights / weights.sum(), strict=True)
+    return np.asarray(sum(weight * function(z + spread * node) for node, weight in pairs))
+
+
+def _edge(sss: Floats) -> Floats:
+    return np.asarray(EDGE + SALT_SLOPE * (sss - SALINITY))
+
+
+def _logistic(z: Floats) -> Floats:
+    # As tanh, which does not overflow.
+    return np.asarray(0.5 + 0.5 * np.tanh(z / 2))
+
+
+LAWS: Mapping[World, Law] = {
+    "exact": Law(("sst", "sss"), concentration, _slopes),
+    "noisy": Law(("sst", "sss", "tair", "hi"), _noisy_mean, _noisy_slopes),
+}
 
 
 def grid(num_latitudes: int, num_longitudes: int) -> tuple[Floats, Floats]:
@@ -120,7 +193,7 @@ def land(latitude: Floats, longitude: Floats, seed: int) -> npt.NDArray[np.bool_
 
 
 def fields(latitude: Floats, longitude: Floats, time: int, seed: int) -> Fields:
-    """All variables by short name, in their units (temperatures in °C).
+    """All variables of the exact world by short name, in their units (temperatures in °C).
 
     Args:
         latitude: latitudes in degrees, [num_latitudes].
@@ -131,29 +204,82 @@ def fields(latitude: Floats, longitude: Floats, time: int, seed: int) -> Fields:
     Returns:
         For each variable, [num_latitudes, num_longitudes], float32.
     """
-
-    def smooth(name: str) -> Floats:
-        lasting = _waves(latitude, longitude, _generator(seed, name, 0))
-        passing = _waves(latitude, longitude, _generator(seed, name, time + 1))
-        return 0.8 * lasting + 0.6 * passing
-
-    def rough(name: str) -> Floats:
-        shape = (len(latitude), len(longitude))
-        return _generator(seed, f"rough {name}", time + 1).uniform(-1, 1, shape)
-
+    noise = _Noise(latitude, longitude, time, seed)
+    smooth, rough = noise.smooth, noise.rough
     cosine = np.cos(np.radians(latitude))[:, None]
     by_name: dict[str, Floats] = {}
     sst = 28 * cosine**2 - 2 + 1.2 * smooth("sst") + 0.1 * rough("sst")
     by_name["sst"] = np.maximum(sst, -1.8)
     by_name["sss"] = 34 + 0.8 * np.clip(0.5 * smooth("sss") + 0.5 * rough("sss"), -1, 1)
     # The law must hold for the float32 values of the file, to the last bit.
-    stored = {name: by_name[name].astype(np.float32).astype(np.float64) for name in ("sst", "sss")}
-    aice = concentration(stored["sst"], stored["sss"])
+    aice = concentration(*map(_stored, (by_name["sst"], by_name["sss"])))
     by_name["aice"] = aice
     by_name["hi"] = aice * (1.5 + 0.5 * rough("hi"))
-    by_name["hs"] = by_name["hi"] * (0.2 + 0.08 * rough("hs"))
     by_name["sice"] = aice * (5 + 2 * rough("sice"))
     by_name["tair"] = by_name["sst"] - 15 * aice + 2 * smooth("tair") + 3 * rough("tair")
+    return _with_the_others(by_name, noise, cosine)
+
+
+def noisy_fields(latitude: Floats, longitude: Floats, month: int, seed: int) -> Fields:
+    """All variables of a month of the noisy world, from the months before; see `fields`."""
+    sine = np.sin(np.radians(latitude))[:, None]
+    cosine = np.cos(np.radians(latitude))[:, None]
+    thickness = np.zeros((len(latitude), len(longitude)))
+    for time in range(month + _SPIN_UP_MONTHS + 1):
+        noise = _Noise(latitude, longitude, time, seed)
+        smooth, rough = noise.smooth, noise.rough
+        # The sea is warmest in September, the air in the second half of July.
+        warm_sea, warm_air = (sine * np.cos(2 * np.pi * (time - t) / 12) for t in (8, 6.5))
+        sst = 28 * cosine**2 - 2 + 2 * warm_sea + 1.2 * smooth("sst") + 0.3 * rough("sst")
+        sss = 34 + 0.8 * np.clip(0.5 * smooth("sss") + 0.5 * rough("sss"), -1, 1)
+        tair = sst - 10 * sine**2 + 12 * warm_air + 2 * smooth("tair") + 2 * rough("tair")
+        seen = {"sst": np.maximum(sst, -1.8), "sss": sss, "tair": tair, "hi": thickness}
+        shift = HIDDEN * noise.passing("heat") + WEATHER * noise.normal("weather")
+        aice = _logistic(_logit(*map(_stored, seen.values())) + shift)
+        thickness = aice * (KEPT * thickness + GROWTH)
+    seen["aice"] = np.clip(aice + RECORDED * noise.normal("recorded"), 0, 1)
+    seen["sice"] = 5 + 2 * rough("sice")
+    return _with_the_others(seen, noise, cosine)
+
+
+class _Noise:
+    """The fields of noise of one time, [num_latitudes, num_longitudes], by name."""
+
+    def __init__(self, latitude: Floats, longitude: Floats, time: int, seed: int) -> None:
+        self._axes = latitude, longitude
+        self._shape = len(latitude), len(longitude)
+        self._time = time
+        self._seed = seed
+
+    def smooth(self, name: str) -> Floats:
+        """Smooth in space, of mean 0 and deviation about 1; 0.8 of it lasts."""
+        lasting = _waves(*self._axes, _generator(self._seed, name, 0))
+        return np.asarray(0.8 * lasting + 0.6 * self.passing(name))
+
+    def passing(self, name: str) -> Floats:
+        """Smooth in space, of mean 0 and deviation about 1, of this time alone."""
+        return _waves(*self._axes, _generator(self._seed, name, self._time + 1))
+
+    def rough(self, name: str) -> Floats:
+        """Uniform from -1 to 1 in each cell."""
+        return np.asarray(self._cells(f"rough {name}").uniform(-1, 1, self._shape))
+
+    def normal(self, name: str) -> Floats:
+        """Of mean 0 and deviation 1 in each cell."""
+        return np.asarray(self._cells(f"normal {name}").normal(size=self._shape))
+
+    def _cells(self, name: str) -> np.random.Generator:
+        return _generator(self._seed, name, self._time + 1)
+
+
+def _stored(values: Floats) -> Floats:
+    return values.astype(np.float32).astype(np.float64)
+
+
+def _with_the_others(by_name: dict[str, Floats], noise: _Noise, cosine: Floats) -> Fields:
+    """Completes sst, sss, aice, hi, sice and tair with variables that no law depends on."""
+    smooth, rough = noise.smooth, noise.rough
+    by_name["hs"] = by_name["hi"] * (0.2 + 0.08 * rough("hs"))
     by_name["tsfc"] = by_name["tair"] + 2 * rough("tsfc")
     by_name["qref"] = (0.8 + 0.1 * rough("qref")) * _saturation(by_name["tair"])
     by_name["flwdn"] = 0.8 * _STEFAN_BOLTZMANN * (by_name["tair"] + 273.15) ** 4 + 20 * rough(
@@ -194,28 +320,14 @@ def _generator(seed: int, name: str, number: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
 
 
-class Snapshot(NamedTuple):
-    """The fields of one time.
-
-    Attributes:
-        latitude: latitudes in degrees, [num_latitudes].
-        longitude: longitudes in degrees, [num_longitudes].
-        on_land: mask of land, [num_latitudes, num_longitudes].
-        by_name: fields by short name, see `fields`.
-        time: number of the time, from 0.
-    """
-
-    latitude: Floats
-    longitude: Floats
-    on_land: npt.NDArray[np.bool_]
-    by_name: Fields
-    time: int
-
-
-def snapshot(num_latitudes: int, num_longitudes: int, time: int, seed: int) -> Snapshot:
-    """The fields of one time, see `write_synthetic`."""
+def snapshot(
+    num_latitudes: int, num_longitudes: int, time: int, seed: int, world: World = "exact"
+) -> Snapshot:
+    """The fields of one time, see `write_synthetic`; times of the noisy world are months."""
     axes = grid(num_latitudes, num_longitudes)
-    return Snapshot(*axes, land(*axes, seed), fields(*axes, time, seed), time)
+    made = {"exact": fields, "noisy": noisy_fields}[world]
+    first, step = _HOURS[world]
+    return Snapshot(*axes, land(*axes, seed), made(*axes, time, seed), first + time * step)
 
 
 def write_synthetic(
@@ -254,120 +366,40 @@ def write_synthetic(
         for time in range(num_times):
             content = snapshot(num_latitudes, num_longitudes, time, seed)
             written.append(folder / f"iceh.{time:03}.nc")
-            _history(written[-1], content)
+            write_history_file(written[-1], content)
             for kind, stem in (("atmosphere", "atm"), ("ocean", "ocn")):
                 written.append(folder / f"{stem}.{time:03}.nc")
-                _cf_file(written[-1], kind, content)
+                write_cf_file(written[-1], kind, content)
     return written
 
 
-def embedded_files(cache: Path) -> list[Path]:
-    """The history files of the default data, below a folder; missing ones are written.
+def embedded_files(cache: Path, world: World = "exact") -> list[Path]:
+    """The history files of a world's data, below a folder; missing ones are written.
 
     Raises:
         DataError: the folder cannot be written.
         ConfigError: the netCDF4 package is not installed.
     """
+    folder, shape, num_times = _EMBEDDED[world]
 
     def make(time: int, path: Path) -> None:
-        write_history(path, *_EMBEDDED_GRID, time)
+        write_history(path, *shape, time, world=world)
 
-    names = [f"iceh.{time:03}.nc" for time in range(_EMBEDDED_TIMES)]
-    return share_out(cache / "synthetic-1", names, make)
+    return share_out(cache / folder, [f"iceh.{time:03}.nc" for time in range(num_times)], make)
 
 
 def write_history(
-    path: Path, num_latitudes: int, num_longitudes: int, time: int, seed: int = 0
+    path: Path,
+    num_latitudes: int,
+    num_longitudes: int,
+    time: int,
+    seed: int = 0,
+    world: World = "exact",
 ) -> None:
-    """Write a CICE history file of one time; see `write_synthetic`.
+    """Write a CICE history file of one time; see `snapshot`.
 
     Raises:
         OSError: it cannot be written.
         ConfigError: the netCDF4 package is not installed.
     """
-    _history(path, snapshot(num_latitudes, num_longitudes, time, seed))
-
-
-def _history(path: Path, content: Snapshot) -> None:
-    latitude, longitude, on_land, by_name, time = content
-    with new_netcdf(path) as data:
-        for name, size in (("time", None), ("nj", len(latitude)), ("ni", len(longitude))):
-            data.createDimension(name, size)
-        _time(data, time, ("time",))
-        rows, columns = np.meshgrid(latitude, longitude, indexing="ij")
-        mask, latitudes, longitudes = OCEAN_MASKS[0]
-        for name, values, unit in (
-            (latitudes, rows, "degrees_north"),
-            (longitudes, columns, "degrees_east"),
-            (mask, 1.0 - on_land, "1"),
-        ):
-            _put(data, name, ("nj", "ni"), values.astype(np.float32), {"units": unit})
-        for variable in VARIABLES.values():
-            values = np.where(on_land, np.float32(1e30), by_name[variable.name])[None]
-            _put(
-                data, variable.cice_name, ("time", "nj", "ni"), values,
-                {"units": variable.unit, "missing_value": np.float32(1e30)}, fill=1e30,
-            )  # fmt: skip
-
-
-def _cf_file(path: Path, kind: str, content: Snapshot) -> None:
-    """Write the atmosphere's or the ocean's file of a CF pair."""
-    latitude, longitude, on_land, by_name, time = content
-    upper = NUM_LEVELS if kind == "atmosphere" else 1
-    with new_netcdf(path) as data:
-        data.Conventions = "CF-1"
-        sizes = {"latitude": len(latitude), "longitude": len(longitude), "levels": upper}
-        for name, size in {**sizes, "dummy_surface_levels": 1}.items():
-            data.createDimension(name, size)
-        _time(data, time, ())
-        _put(data, "latitude", ("latitude",), latitude, {"units": "degrees_north"})
-        _put(data, "longitude", ("longitude",), longitude, {"units": "degrees_east"})
-        _put(data, "model_levels", ("levels",), np.arange(1, upper + 1, dtype=np.int32), {})
-        for variable in VARIABLES.values():
-            if variable.cf_file == kind:
-                _put_field(data, variable, kind, by_name[variable.name], on_land)
-        if kind == "ocean":
-            values = np.where(on_land, 0, 10).astype(np.float32)[..., None]
-            dims = ("latitude", "longitude", "dummy_surface_levels")
-            _put(data, THICKNESS, dims, values, {"units": "m", "missing_value": MISSING})
-
-
-def _put_field(
-    data: Any,
-    variable: Variable,
-    kind: str,
-    values: npt.NDArray[np.float32],
-    on_land: npt.NDArray[np.bool_],
-) -> None:
-    unit = variable.stored_unit(kind)
-    stored = values + np.float32(KELVIN if unit == "K" else 0)
-    if kind == "ocean":
-        stored = np.where(on_land, MISSING, stored)
-    last = "dummy_surface_levels"
-    field = stored[..., None]
-    if kind == "atmosphere" and variable.name != "tsfc":
-        last = "levels"
-        # Higher levels have a weaker field, since the law is about the lowest level only.
-        field = np.stack([stored * (0.5 + 0.5 * k / NUM_LEVELS) for k in range(NUM_LEVELS)], -1)
-        field[..., -1] = stored
-    attributes = {"units": unit, "missing_value": MISSING}
-    _put(data, variable.cf_name, ("latitude", "longitude", last), field, attributes)
-
-
-def _put(
-    data: Any,
-    name: str,
-    dims: tuple[str, ...],
-    values: npt.NDArray[Any],
-    attributes: Mapping[str, Any],
-    fill: float | None = None,
-) -> None:
-    made = data.createVariable(name, values.dtype, dims, fill_value=fill)
-    made.setncatts(attributes)
-    made[...] = values
-
-
-def _time(data: Any, time: int, dims: tuple[str, ...]) -> None:
-    made = data.createVariable("time", np.float64, dims)
-    made.units = _TIME_UNIT
-    made[...] = np.full((1,) * len(dims), float(time * _HOURS_BETWEEN))
+    write_history_file(path, snapshot(num_latitudes, num_longitudes, time, seed, world))

@@ -23,7 +23,7 @@ from lockstep.engine.digests import model_digest
 from lockstep.engine.snapshot.compatibility import check_fits
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import CheckpointError, LockstepError
-from lockstep.systems.ufs.baselines import metrics, simple_predictions
+from lockstep.systems.ufs.baselines import metrics, simple_models
 from lockstep.systems.ufs.config import UfsConfig
 from lockstep.systems.ufs.export import TORCHSCRIPT, export_net, load_script, write_predictions
 from lockstep.systems.ufs.fields import VARIABLES
@@ -46,7 +46,7 @@ from lockstep.systems.ufs.model import SeaIceNet
 from lockstep.systems.ufs.report.report import Ground, Report
 from lockstep.systems.ufs.report.scores import describe, normalised
 from lockstep.systems.ufs.report.skill import Period, climatology, persistence
-from lockstep.systems.ufs.synthetic import embedded_files
+from lockstep.systems.ufs.synthetic import LAWS, Law, embedded_files
 
 _LOSSES: Mapping[str, Callable[..., Tensor]] = {
     "mse": F.mse_loss,
@@ -146,7 +146,12 @@ class Ufs(Task):
         measured = partial(
             metrics, names=names, deviation=deviation, loss=_LOSSES[self.config.loss]
         )
-        simple = simple_predictions(train, there[:, :cut], names)
+        models = simple_models(train, cut, names)
+        simple = {name: model(there[:, :cut]) for name, model in models.items()}
+        if self.law is not None and self.config.synthetic == "noisy":
+            columns = dict(zip(self.config.inputs, there.T, strict=False))
+            expected = self.law.expected(*(columns[name] for name in self.law.inputs))
+            simple["the law itself (limit)"] = expected.astype(np.float64)[:, None]
         found = {name: measured(predicted, y) for name, predicted in simple.items()}
         period, trained = self._period(), self._period("train")
         for name, values in (
@@ -174,7 +179,7 @@ class Ufs(Task):
             "climatology": climatology(rows, names, period, self._training_period(run_dir)),
         }
         report = Report(model.cpu(), self.rows_by_split, split, ground, baselines)
-        return report.write(folder, run_dir, self.is_synthetic)
+        return report.write(folder, run_dir, self.law)
 
     def _training_period(self, run_dir: Path) -> Period | str:
         """The scenes that a run was trained on, or why they are not available."""
@@ -286,8 +291,14 @@ class Ufs(Task):
         return scale_of([self.rows_by_split["train"]])
 
     @property
-    def is_synthetic(self) -> bool:
-        """Whether the data are the synthetic ones, whose law is known."""
+    def law(self) -> Law | None:
+        """The law of the synthetic data, if these are the data and it has all of its inputs."""
+        config, law = self.config, LAWS[self.config.synthetic]
+        knows_all = config.outputs == ("aice",) and {*law.inputs} <= {*config.inputs}
+        return law if self._is_synthetic and knows_all else None
+
+    @property
+    def _is_synthetic(self) -> bool:
         return not (self.config.history or self.config.atmosphere or self.config.ocean)
 
     @property
@@ -302,8 +313,8 @@ class Ufs(Task):
     def _sources(self) -> list[Source]:
         config = self.config
         history = config.history
-        if self.is_synthetic:
-            history = tuple(map(str, embedded_files(self.cache)))
+        if self._is_synthetic:
+            history = tuple(map(str, embedded_files(self.cache, self.config.synthetic)))
         return find_sources(history, config.atmosphere, config.ocean, config.level)
 
     @cached_property

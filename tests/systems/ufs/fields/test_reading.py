@@ -16,7 +16,7 @@ from tests.systems.ufs.hostile_files import good
 
 from lockstep.errors import ConfigError, DataError
 from lockstep.systems.ufs import synthetic as write
-from lockstep.systems.ufs.fields import DEFAULT_INPUTS, bands, scenes
+from lockstep.systems.ufs.fields import DEFAULT_INPUTS, bands, formats, scenes
 from lockstep.systems.ufs.fields.bands import Band, Selection, keep_bands
 from lockstep.systems.ufs.fields.rows import Rows, gather
 from lockstep.systems.ufs.fields.scenes import Scene
@@ -472,7 +472,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def fail(*_: Any) -> None:
         raise RuntimeError("NetCDF: HDF error")  # what the library says then
 
-    monkeypatch.setattr(write, "_put", fail)
+    monkeypatch.setattr(formats, "_put", fail)
     with pytest.raises(DataError, match=r"out: cannot be written: .*NetCDF: HDF error"):
         write.write_synthetic(tmp_path / "out", 6, 8, 1)
     assert not list((tmp_path / "out").iterdir())

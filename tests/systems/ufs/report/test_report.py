@@ -15,8 +15,15 @@ from matplotlib.image import imread
 from lockstep.errors import ConfigError, DataError
 from lockstep.observe.figures import new_figure, save
 from lockstep.systems.ufs.report.maps import read_curves
-from lockstep.systems.ufs.report.scores import inside, relative_error, score
-from lockstep.systems.ufs.synthetic import concentration, true_jacobian
+from lockstep.systems.ufs.report.scores import Intervals, inside, relative_error, score
+from lockstep.systems.ufs.synthetic import (
+    HIDDEN,
+    LAWS,
+    WEATHER,
+    grid,
+    land,
+    noisy_fields,
+)
 
 SMALL = ("hidden=[8]", "steps=40", "eval_every=10", "log_every=10", "lr=0.02", "batch_size=500")
 
@@ -46,17 +53,68 @@ def test_regions() -> None:
     assert inside(latitude, "global").all()
 
 
-def test_the_law_and_its_derivatives_agree() -> None:
-    sst, sss = np.linspace(-1.8, 3, 50), np.linspace(33, 35, 50)
-    step = 1e-6
-    found = true_jacobian(sst, sss)
-    assert found.shape == (50, 14)
-    for column, (d_sst, d_sss) in enumerate([(step, 0), (0, step)]):
-        upper = concentration(sst + d_sst, sss + d_sss)
-        lower = concentration(sst - d_sst, sss - d_sss)
-        assert np.allclose(found[:, column], (upper - lower) / (2 * step), atol=1e-8)
-    assert not found[:, 2:].any()
+@pytest.mark.parametrize("world", ["exact", "noisy"])
+def test_the_law_and_its_derivatives_agree(world: Any) -> None:
+    law, step = LAWS[world], 1e-6
+    columns = {
+        "sst": np.linspace(-1.8, 3, 50), "sss": np.linspace(33, 35, 50),
+        "tair": np.linspace(-5.1, 4.9, 50), "hi": np.linspace(0, 1.6, 50),
+    }  # fmt: skip
+    inputs = ("sss", "qref", "sst", "hi", "tair")
+    found = law.jacobian(columns, inputs)
+    assert found.shape == (50, 5)
+    for name in law.inputs:
+        ends = (
+            law.expected(*(columns[n] + sign * step * (n == name) for n in law.inputs))
+            for sign in (1, -1)
+        )
+        wanted = -np.subtract(*reversed([*ends])) / (2 * step)
+        assert np.abs(wanted).max() > 1e-3
+        assert np.allclose(found[:, inputs.index(name)], wanted, atol=1e-7)
+    assert not found[:, [n for n, name in enumerate(inputs) if name not in law.inputs]].any()
     assert relative_error(2 * found, found) == pytest.approx(1)
+
+
+def test_the_noisy_world_has_seasons_memory_and_the_noise_that_it_names() -> None:
+    axes = grid(30, 60)
+    arctic = (axes[0] > 60)[:, None] & ~land(*axes, 0)
+    months = [noisy_fields(*axes, month, 0) for month in range(12)]
+    for one, other in zip(months[7].values(), noisy_fields(*axes, 7, 0).values(), strict=True):
+        assert np.array_equal(one, other)
+    ice = [fields["aice"][arctic].mean() for fields in months]
+    assert np.argmax(ice) in (1, 2, 3)
+    assert np.argmin(ice) in (7, 8, 9)
+    # What a month leaves is the thickness of the next, wherever there was ice.
+    before, after = (months[n]["hi"][arctic] for n in (2, 3))
+    left = months[2]["aice"][arctic] * (0.6 * before + 0.6)
+    assert np.abs(after - left).mean() < 0.05
+    law, squares = LAWS["noisy"], []
+    for fields in months:
+        expected = law.expected(*(fields[name][arctic].astype(float) for name in law.inputs))
+        between = (expected > 0.3) & (expected < 0.7)
+        logit = np.log(expected / (1 - expected))
+        aice = np.clip(fields["aice"][arctic], 1e-3, 1 - 1e-3)
+        squares.append(np.square(np.log(aice / (1 - aice)) - logit)[between])
+    assert np.sqrt(np.concatenate(squares).mean()) == pytest.approx(np.hypot(HIDDEN, WEATHER), 0.3)
+
+
+def test_intervals_hold_what_they_promise_where_errors_differ() -> None:
+    generator = np.random.default_rng(0)
+
+    def drawn(count: int) -> tuple[Any, Any]:
+        predicted = generator.uniform(0, 1, count)
+        predicted[: 3 * count // 10] = 0  # open water
+        return predicted, predicted + 0.2 * predicted * generator.normal(size=count)
+
+    known, (predicted, true) = Intervals(*drawn(5000), bounds=(0, 2)), drawn(5000)
+    for level, found in known.coverage(predicted, true).items():
+        assert found["coverage"] == pytest.approx(0.3 + 0.007 * float(level[:-1]), abs=0.02)
+    low, high = known.at(np.array([0.0, 0.2, 0.9]), 0.9)
+    assert (high - low)[0] == 0
+    assert (high - low)[2] > 3 * (high - low)[1]
+    assert known.at(np.array([1.9]), 0.9)[1][0] <= 2
+    lonely = Intervals(np.zeros(3), np.array([0.1, 0.2, 0.3]))
+    assert lonely.coverage(np.ones(2), np.array([1.2, 9.0]))["90%"]["coverage"] == 0.5
 
 
 def test_a_report_has_scores_and_pictures(here: Any, files: Path, tmp_path: Path) -> None:
@@ -69,6 +127,7 @@ def test_a_report_has_scores_and_pictures(here: Any, files: Path, tmp_path: Path
         "aice antarctic: ",
         "ice edge error",
         "sensitivity: ",
+        "aice: intervals of 90% have ",
         "aice global DJF: ",
         " against persistence",
         " against climatology",

@@ -1,16 +1,19 @@
-"""The two file formats: CF pairs of an atmosphere and an ocean file, and CICE history files."""
+"""The two file formats, read and written: CF pairs of atmosphere and ocean, CICE history files."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from lockstep.errors import DataError
 from lockstep.systems.ufs.decoding import Masked
 from lockstep.systems.ufs.fields import (
+    KELVIN,
     OCEAN_MASKS,
     THICKNESS,
     VARIABLES,
@@ -26,7 +29,9 @@ from lockstep.systems.ufs.fields.grids import (
     wrong_dims,
 )
 from lockstep.systems.ufs.fields.scenes import Bools, Moment, Scene, closed_on_error, moments
-from lockstep.systems.ufs.netcdf_file import NetcdfFile
+from lockstep.systems.ufs.netcdf_file import NetcdfFile, new_netcdf
+
+Floats = npt.NDArray[np.floating[Any]]
 
 MOST_THICKNESS = 500.0
 """A cell thicker than this, in m, is not a surface cell of the ocean."""
@@ -37,6 +42,14 @@ MOST_TIMES = 100_000
 _AXES = ("latitude", "longitude")
 _LEVELS, _SURFACE = "levels", "dummy_surface_levels"
 _ROWS_AT_A_TIME = 256
+
+MISSING = np.float32(-3.33477e38)
+"""The number in CF files that are written that stands for a missing value."""
+
+NUM_LEVELS = 3
+"""Levels of the atmosphere in CF files that are written; the last is the lowest."""
+
+_TIME_UNIT = "hours since 2025-01-01 00:00:00"
 
 
 class PairScene(Scene):
@@ -254,3 +267,112 @@ def count_times(*paths: Path) -> int:
             "same ones"
         )
     return counts[0]
+
+
+class Snapshot(NamedTuple):
+    """The fields of one time, to be written.
+
+    Attributes:
+        latitude: latitudes in degrees, [num_latitudes].
+        longitude: longitudes in degrees, [num_longitudes].
+        on_land: mask of land, [num_latitudes, num_longitudes].
+        by_name: fields by short name, in their units (temperatures in °C).
+        hours: the time, since the start of 2025.
+    """
+
+    latitude: Floats
+    longitude: Floats
+    on_land: Bools
+    by_name: Mapping[str, npt.NDArray[np.float32]]
+    hours: float
+
+
+def write_history_file(path: Path, content: Snapshot) -> None:
+    """Write a CICE history file of one time.
+
+    Raises:
+        OSError: it cannot be written.
+        ConfigError: the netCDF4 package is not installed.
+    """
+    latitude, longitude, on_land, by_name, hours = content
+    with new_netcdf(path) as data:
+        for name, size in (("time", None), ("nj", len(latitude)), ("ni", len(longitude))):
+            data.createDimension(name, size)
+        _time(data, hours, ("time",))
+        rows, columns = np.meshgrid(latitude, longitude, indexing="ij")
+        mask, latitudes, longitudes = OCEAN_MASKS[0]
+        for name, values, unit in (
+            (latitudes, rows, "degrees_north"),
+            (longitudes, columns, "degrees_east"),
+            (mask, 1.0 - on_land, "1"),
+        ):
+            _put(data, name, ("nj", "ni"), values.astype(np.float32), {"units": unit})
+        for variable in VARIABLES.values():
+            values = np.where(on_land, np.float32(1e30), by_name[variable.name])[None]
+            _put(
+                data, variable.cice_name, ("time", "nj", "ni"), values,
+                {"units": variable.unit, "missing_value": np.float32(1e30)}, fill=1e30,
+            )  # fmt: skip
+
+
+def write_cf_file(path: Path, kind: str, content: Snapshot) -> None:
+    """Write the file of a CF pair that `kind` names, `atmosphere` or `ocean`; errors as above."""
+    latitude, longitude, on_land, by_name, hours = content
+    upper = NUM_LEVELS if kind == "atmosphere" else 1
+    with new_netcdf(path) as data:
+        data.Conventions = "CF-1"
+        sizes = {"latitude": len(latitude), "longitude": len(longitude), "levels": upper}
+        for name, size in {**sizes, "dummy_surface_levels": 1}.items():
+            data.createDimension(name, size)
+        _time(data, hours, ())
+        _put(data, "latitude", ("latitude",), latitude, {"units": "degrees_north"})
+        _put(data, "longitude", ("longitude",), longitude, {"units": "degrees_east"})
+        _put(data, "model_levels", ("levels",), np.arange(1, upper + 1, dtype=np.int32), {})
+        for variable in VARIABLES.values():
+            if variable.cf_file == kind:
+                _put_field(data, variable, kind, by_name[variable.name], on_land)
+        if kind == "ocean":
+            values = np.where(on_land, 0, 10).astype(np.float32)[..., None]
+            dims = ("latitude", "longitude", "dummy_surface_levels")
+            _put(data, THICKNESS, dims, values, {"units": "m", "missing_value": MISSING})
+
+
+def _put_field(
+    data: Any,
+    variable: Variable,
+    kind: str,
+    values: npt.NDArray[np.float32],
+    on_land: Bools,
+) -> None:
+    unit = variable.stored_unit(kind)
+    stored = values + np.float32(KELVIN if unit == "K" else 0)
+    if kind == "ocean":
+        stored = np.where(on_land, MISSING, stored)
+    last = "dummy_surface_levels"
+    field = stored[..., None]
+    if kind == "atmosphere" and variable.name != "tsfc":
+        last = "levels"
+        # Higher levels have a weaker field, since the law is about the lowest level only.
+        field = np.stack([stored * (0.5 + 0.5 * k / NUM_LEVELS) for k in range(NUM_LEVELS)], -1)
+        field[..., -1] = stored
+    attributes = {"units": unit, "missing_value": MISSING}
+    _put(data, variable.cf_name, ("latitude", "longitude", last), field, attributes)
+
+
+def _put(
+    data: Any,
+    name: str,
+    dims: tuple[str, ...],
+    values: npt.NDArray[Any],
+    attributes: Mapping[str, Any],
+    fill: float | None = None,
+) -> None:
+    made = data.createVariable(name, values.dtype, dims, fill_value=fill)
+    made.setncatts(attributes)
+    made[...] = values
+
+
+def _time(data: Any, hours: float, dims: tuple[str, ...]) -> None:
+    made = data.createVariable("time", np.float64, dims)
+    made.units = _TIME_UNIT
+    made[...] = np.full((1,) * len(dims), hours)

@@ -21,6 +21,7 @@ from lockstep.systems.ufs.fields.rows import Rows, joined
 from lockstep.systems.ufs.model import SeaIceNet
 from lockstep.systems.ufs.report.maps import draw_history, draw_jacobian, draw_map, read_curves
 from lockstep.systems.ufs.report.scores import (
+    Intervals,
     Score,
     at_edge,
     inside,
@@ -31,7 +32,7 @@ from lockstep.systems.ufs.report.scores import (
     sensitivity,
 )
 from lockstep.systems.ufs.report.skill import Baseline, by_region_and_season, draw_skill, lines
-from lockstep.systems.ufs.synthetic import true_jacobian
+from lockstep.systems.ufs.synthetic import Law
 
 Floats = npt.NDArray[np.floating[Any]]
 
@@ -83,13 +84,13 @@ class Report:
         self._rows = splits[split]
         self._true, self._predicted = self._compare(self._rows)
 
-    def write(self, folder: Path, run_dir: Path, law_is_known: bool) -> list[str]:
+    def write(self, folder: Path, run_dir: Path, law: Law | None) -> list[str]:
         """Write `report.json` and pictures; returns lines to print.
 
         Args:
             folder: folder to write to; it exists.
             run_dir: run directory with the `metrics.csv` of the training.
-            law_is_known: whether the data are synthetic, so that true Jacobians are known.
+            law: of synthetic data, so that true Jacobians are known.
 
         Raises:
             DataError: the folder cannot be written, or the run has no curves.
@@ -105,17 +106,14 @@ class Report:
             "skill": skills,
             "baselines": {name: baseline.remark for name, baseline in self._baselines.items()},
             "sensitivity": dict(ranking),
+            "intervals": {name: self._intervals(name) for name in self._net.outputs},
         }
         pictures = list(self._maps(folder))
         for name, table in skills.items():
             picture = folder / f"skill_{name}.png"
             pictures.append(draw_skill(picture, name, VARIABLES[name].unit, table, self._baselines))
-        if (
-            law_is_known
-            and self._net.outputs == ("aice",)
-            and {"sst", "sss"} <= {*self._net.inputs}
-        ):
-            summary["jacobian_error"] = self._against_law(folder / "jacobian.png")
+        if law is not None:
+            summary["jacobian_error"] = self._against_law(folder / "jacobian.png", law)
             pictures.append(folder / "jacobian.png")
         name = self._net.outputs[0]
         pictures.append(
@@ -168,6 +166,15 @@ class Report:
             {name: baseline.values[:, column] for name, baseline in self._baselines.items()},
         )
 
+    def _intervals(self, name: str) -> dict[str, dict[str, float]]:
+        """How often intervals that were calibrated on validation rows have the truth."""
+        if "val" not in self._splits or self._rows is self._splits["val"]:
+            return {}
+        column = self._net.outputs.index(name)
+        true, predicted = self._compare(self._splits["val"])
+        known = Intervals(predicted[:, column], true[:, column], VARIABLES[name].bounds)
+        return known.coverage(self._predicted[:, column], self._true[:, column])
+
     def _ranking(self) -> list[tuple[str, float]]:
         """Inputs with their sensitivities, the greatest first."""
         x = torch.from_numpy(self._rows.values[:_MOST_JACOBIANS, : len(self._net.inputs)])
@@ -175,14 +182,14 @@ class Report:
         pairs = zip(self._net.inputs, sensitivities, strict=True)
         return sorted(pairs, key=lambda pair: -pair[1])
 
-    def _against_law(self, picture: Path) -> dict[str, float]:
+    def _against_law(self, picture: Path, law: Law) -> dict[str, float]:
         """Relative errors of normalised Jacobians; draws them."""
         net, values = self._net, self._rows.values[:_MOST_JACOBIANS]
         columns = dict(zip((*net.inputs, *net.outputs), values.T, strict=True))
         learned = (
             physical(net, torch.from_numpy(values[:, : len(net.inputs)]))[:, 0].double().numpy()
         )
-        true = true_jacobian(columns["sst"], columns["sss"], net.inputs)
+        true = law.jacobian(columns, net.inputs)
         edge = at_edge(columns["aice"])
         # In units of deviations, which make the inputs comparable.
         unit = (net.input_deviation / net.output_deviation).double().numpy()
@@ -221,6 +228,12 @@ def _lines(
                 f"bias {s.bias:.2g}  r {s.correlation:.5f}{edge}"
             )
     yield "sensitivity: " + ", ".join(f"{name} {value:.3g}" for name, value in ranking)
+    for name, by_level in summary["intervals"].items():
+        for level, found in by_level.items():
+            yield (
+                f"{name}: intervals of {level} have {found['coverage']:.1%} of the points, mean "
+                f"width {found['width']:.3g}"
+            )
     for where, error in summary.get("jacobian_error", {}).items():
         yield f"Jacobian against the law, {where}: {error:.2%} off"
 

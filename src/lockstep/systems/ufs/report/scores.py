@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +93,59 @@ def _edge_error(predicted: Floats, true: Floats, area: Floats) -> float:
     ice = float(area[true >= ICE].sum())
     wrong = float(area[(predicted >= ICE) != (true >= ICE)].sum())
     return wrong / ice if ice else float("nan")
+
+
+LEVELS = (0.5, 0.9)
+"""Parts of the points that intervals are to have."""
+
+_BINS = 10
+
+
+class Intervals:
+    """Prediction intervals from the errors of rows that were not trained on.
+
+    Split conformal prediction, for each tenth of the predicted values by itself (Vovk et al. 2005,
+    Algorithmic Learning in a Random World, section 4.5: Mondrian).
+    """
+
+    def __init__(
+        self, predicted: Floats, true: Floats, bounds: Sequence[float] | None = None
+    ) -> None:
+        """Calibrate.
+
+        Args:
+            predicted: values by the emulator, [M], M at least 1.
+            true: values in the files, [M].
+            bounds: least and greatest possible value.
+        """
+        self._low, self._high = bounds or (-np.inf, np.inf)
+        inner = np.quantile(predicted, np.arange(1, _BINS) / _BINS)
+        # Many rows of open water have one value: bins with no row are not made.
+        taken = np.unique(np.searchsorted(inner, predicted, "right"))
+        self._starts = np.array([-np.inf, *inner])[taken]
+        place, error = self._bin(predicted), true - predicted
+        self._errors = [np.sort(error[place == n]) for n in range(len(taken))]
+
+    def at(self, predicted: Floats, level: float) -> tuple[Floats, Floats]:
+        """Ends [N] of the intervals about predicted values [N], at a level in (0, 1)."""
+        tails = (1 - level) / 2, (1 + level) / 2
+        low, high = np.array([np.quantile(errors, tails) for errors in self._errors]).T
+        place = self._bin(predicted)
+        ends = predicted + low[place], predicted + high[place]
+        return np.clip(ends[0], self._low, self._high), np.clip(ends[1], self._low, self._high)
+
+    def coverage(self, predicted: Floats, true: Floats) -> dict[str, dict[str, float]]:
+        """For each of `LEVELS`, as text: the part of rows [N] inside, and the mean width."""
+        found = {}
+        for level in LEVELS:
+            low, high = self.at(predicted, level)
+            is_inside = (low <= true) & (true <= high)
+            width = float(np.mean(high - low))
+            found[f"{level:.0%}"] = {"coverage": float(is_inside.mean()), "width": width}
+        return found
+
+    def _bin(self, predicted: Floats) -> npt.NDArray[np.intp]:
+        return np.maximum(np.searchsorted(self._starts, predicted, "right") - 1, 0)
 
 
 CHUNK = 4096
