@@ -1,7 +1,7 @@
 """A node of a Ray cluster is lost: ranks of Lockstep, beside Ray Train's restart.
 
-Writes `docs/benchmarks/ray_nodes.md` and `ray_nodes.json`; needs the extra `ray`. `--quick` sees that
-everything runs, and prints instead. Five rounds take about five minutes.
+Writes `docs/benchmarks/ray_nodes.md` and `ray_nodes.json`; needs the extra `ray`. `--quick` sees
+that everything runs, and prints instead. Five rounds take about five minutes.
 """
 
 from __future__ import annotations
