@@ -49,7 +49,7 @@ test-slurm: venv
 	$(BIN)/python -m pytest -m "slurm and not slow" tests/slurm
 
 test-slurm-slow: venv
-	$(BIN)/python -m pytest -m "slurm and slow" tests/slurm
+	$(BIN)/python -m pytest -m "slurm and slow" tests/slurm tests/campaigns
 
 lint: venv
 	$(BIN)/ruff check .

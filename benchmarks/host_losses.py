@@ -101,13 +101,14 @@ def torchft(loss: str, patience_s: float) -> list[float]:
         _wait(lambda: sum(row["of"] == HOSTS for row in steps()) > _STEPS_BEFORE, str)
         struck_at = time.time()
         _strike(lab, loss, [loops[_VICTIM].pid])
-        _wait(
+        has_gone_on = _waited(
             lambda: (
                 sum(row["time"] > struck_at and row["of"] < HOSTS for row in steps()) > _STEPS_AFTER
-            ),
-            str,
+            )
         )
-        return [struck_at, *(row["time"] for row in steps())]
+        # Some of its replicas never go on: their pause is at least what was waited for.
+        waited = [] if has_gone_on else [time.time()]
+        return [struck_at, *(row["time"] for row in steps()), *waited]
 
 
 _SYSTEMS: dict[str, Callable[[str, float], list[float]]] = {
@@ -128,7 +129,8 @@ def lost(rounds: int, measured: str) -> Section:
         f"{measured} {HOSTS} hosts (network namespaces) with a process each; it is not the first "
         "host that is struck. `process`: SIGKILL. `host`: its cable is pulled, so that it falls "
         "silent. `waits`: `--host-timeout` (default 5 s), and torchft's `join_timeout_ms` (60 s). "
-        "`next step`: from the loss to the next step of the others.",
+        "`next step`: from the loss to the next step of the others; "
+        f"{_PATIENCE_S:g} s is a run that had not gone on by then.",
         ("lost", "of", "waits", "losses", "next step", "a step"),
     )  # fmt: skip
     found: dict[tuple[str, float, str], list[tuple[float, float]]] = {
@@ -169,8 +171,15 @@ def _strike(lab: Lab, loss: str, pids: Sequence[int]) -> None:
 
 
 def _wait(is_done: Callable[[], bool], said: Callable[[], str]) -> None:
+    if not _waited(is_done):
+        sys.exit(f"hosts: nothing goes on any more\n{said()}")
+
+
+def _waited(is_done: Callable[[], bool]) -> bool:
+    """Whether something is so after a while."""
     deadline = time.monotonic() + _PATIENCE_S
     while not is_done():
         if time.monotonic() > deadline:
-            sys.exit(f"hosts: nothing goes on any more\n{said()}")
+            return False
         time.sleep(0.05)
+    return True

@@ -5,6 +5,7 @@ import csv
 import os
 import re
 import sys
+from importlib.util import find_spec
 
 import pytest
 from benchmarks.lab import Lab
@@ -20,7 +21,7 @@ ROOT = __file__.rpartition("/tests/")[0]
 
 def campaign(name, *arguments):
     argv = [sys.executable, "-m", f"tests.campaigns.{name}", "--seed", "5", *arguments]
-    return run(argv, ROOT, cold=True)
+    return run(argv, ROOT, timeout=540, cold=True)
 
 
 @pytest.mark.slow
@@ -45,6 +46,23 @@ def test_a_few_faults_of_hosts_change_nothing():
     ended = campaign("hosts", "--faults", "6")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "6 faults in 1 runs, 0 things wrong" in ended.stdout.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(("slurm", "--etcd"), marks=pytest.mark.slurm),
+        pytest.param(
+            ("ray",), marks=pytest.mark.skipif(not find_spec("ray"), reason="needs the extra ray")
+        ),
+    ],
+)
+def test_a_few_faults_of_clusters_change_nothing(arguments):
+    ended = campaign("clusters", *arguments, "--faults", "4")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "4 faults in 1 runs, 0 things wrong" in ended.stdout.splitlines()[-1]
 
 
 @pytest.mark.slow
