@@ -11,6 +11,7 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/empty_like.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <pthread.h>
 #include <pybind11/pybind11.h>
@@ -36,7 +37,7 @@ constexpr c10::DeviceIndex kCount = 8;
 
 std::mutex mutex;
 bool has_begun = false, is_bad_fork = false;
-std::map<std::string, int64_t> counted;
+auto& counted = *new std::map<std::string, int64_t>;
 PyObject* listener = nullptr;
 thread_local c10::DeviceIndex current = 0;
 
@@ -57,10 +58,10 @@ void wait(const std::string& why) {
 // read on one stream what was copied on another, unless an event of that one was waited for, and to
 // free memory of one that another has used, without a word to the allocator (`record_stream`).
 thread_local c10::StreamId stream_of_thread = 0;
-std::map<c10::StreamId, int64_t> given;                                  // copies of each stream
+auto& given = *new std::map<c10::StreamId, int64_t>;                                  // copies of each stream
 std::map<std::pair<c10::StreamId, c10::StreamId>, int64_t> waited;       // as far as the first has seen the second
 struct Copied { c10::StreamId stream; int64_t number; std::set<c10::StreamId> used, recorded; };
-std::map<const void*, Copied> copied;
+auto& copied = *new std::map<const void*, Copied>;
 struct Recorded { c10::StreamId stream; int64_t number; };
 c10::StreamId num_streams = 0;
 
@@ -119,18 +120,74 @@ void synchronize() {
 
 // Memory.
 
-struct DeviceAllocator final : c10::Allocator {
+struct Used { size_t now = 0, peak = 0; };
+// Never destroyed: tensors may be freed when the process ends.
+auto& memory = *new std::map<c10::DeviceIndex, Used>;
+auto& sizes = *new std::map<const void*, std::pair<c10::DeviceIndex, size_t>>;
+
+size_t total() {
+  const char* given = std::getenv("HOSTGPU_BYTES");
+  return given ? std::strtoull(given, nullptr, 10) : size_t(1) << 40;
+}
+
+void take(c10::DeviceIndex index, size_t size) {
+  std::lock_guard<std::mutex> lock(mutex);
+  auto& used = memory[index];
+  if (used.now + size > total())
+    C10_THROW_ERROR(OutOfMemoryError, c10::str("hostgpu out of memory. Tried to allocate ", size, " bytes"));
+  used.now += size;
+  used.peak = std::max(used.peak, used.now);
+}
+
+void give_back(c10::DeviceIndex index, size_t size) {
+  std::lock_guard<std::mutex> lock(mutex);
+  memory[index].now -= size;
+}
+
+struct DeviceAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t size) override {
     begin();
+    take(current, size);
     auto host = c10::GetAllocator(c10::kCPU)->allocate(size);
     auto* data = host.release_context();
+    std::lock_guard<std::mutex> lock(mutex);
+    sizes[data] = {current, size};
     return {data, data, raw_deleter(), {kDevice, current}};
   }
   c10::DeleterFnPtr raw_deleter() const override {
     return [](void* data) {
       note_end(data);
+      {
+        std::lock_guard<std::mutex> lock(mutex);
+        auto found = sizes.find(data);
+        if (found != sizes.end()) {
+          memory[found->second.first].now -= found->second.second;
+          sizes.erase(found);
+        }
+      }
       c10::GetAllocator(c10::kCPU)->raw_deleter()(data);
     };
+  }
+  bool initialized() override { return has_begun; }
+  void emptyCache(c10::MempoolId_t) override {}
+  void recordStream(const c10::DataPtr&, c10::Stream) override {}
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+    std::lock_guard<std::mutex> lock(mutex);
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    for (auto* each : {&stats.allocated_bytes[0], &stats.reserved_bytes[0]}) {
+      each->current = memory[device].now;
+      each->peak = memory[device].peak;
+    }
+    return stats;
+  }
+  void resetAccumulatedStats(c10::DeviceIndex) override {}
+  void resetPeakStats(c10::DeviceIndex device) override {
+    std::lock_guard<std::mutex> lock(mutex);
+    memory[device].peak = memory[device].now;
+  }
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
+    std::lock_guard<std::mutex> lock(mutex);
+    return {total() - memory[device].now, total()};
   }
   void copy_data(void* to, const void* from, size_t size) const override {
     default_copy_data(to, from, size);
@@ -172,6 +229,23 @@ c10::Storage renamed(const c10::Storage& storage, c10::Device device, c10::Alloc
   c10::DataPtr data(kept->mutable_data(), kept, &release, device);
   return c10::Storage(
       c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(data), allocator, true);
+}
+
+// Memory that a kernel of the CPU has allocated, as memory of the device.
+struct Adopted { c10::Storage storage; c10::DeviceIndex index; size_t size; };
+
+c10::Storage adopted(const c10::Storage& storage, c10::Device device) {
+  take(device.index(), storage.nbytes());
+  auto* kept = new Adopted{storage, device.index(), storage.nbytes()};
+  auto end = [](void* given) {
+    auto* kept = static_cast<Adopted*>(given);
+    note_end(kept->storage.data());
+    give_back(kept->index, kept->size);
+    delete kept;
+  };
+  c10::DataPtr data(kept->storage.mutable_data(), kept, end, device);
+  return c10::Storage(
+      c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(data), &device_allocator, true);
 }
 
 at::Tensor on(const c10::Storage& storage, const at::Tensor& like, c10::DispatchKey key) {
@@ -377,7 +451,7 @@ struct Call {
     for (auto& [there, here] : views)
       if (here.storage().unsafeGetStorageImpl() == made.storage().unsafeGetStorageImpl())
         return on(there.storage(), made, kKey);
-    return on(renamed(made.storage(), *device, &device_allocator), made, kKey);
+    return on(adopted(made.storage(), *device), made, kKey);
   }
   // Outputs may have been given another size, and other memory with it.
   void follow() {

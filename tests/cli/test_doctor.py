@@ -276,15 +276,54 @@ def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert local("scikit-learn").status == "ok"
 
 
-def test_gpus_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\x1b[0m
+GPU0\t X \tNV18\tSYS\tPIX\t0-31
+GPU1\tNV18\t X \tSYS\tSYS\t0-31
+GPU2\tSYS\tSYS\t X \tSYS\t32-63
+NIC0\tPIX\tSYS\tSYS\t X
+"""
+
+
+def fake_gpus(monkeypatch: pytest.MonkeyPatch, count: int, driver: str = "550.1") -> None:
+    """A torch that finds so many GPUs, and a driver that lists three."""
     cuda = doctor_ranks.torch.cuda
-    monkeypatch.setattr(cuda, "is_available", lambda: True)
-    monkeypatch.setattr(cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(cuda, "get_device_name", lambda index: f"gpu{index}")
+    found = SimpleNamespace(name="H100", total_memory=80 << 30)
+    monkeypatch.setattr(cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(cuda, "device_count", lambda: count)
+    monkeypatch.setattr(cuda, "get_device_properties", lambda index: found)
     monkeypatch.setattr(doctor_ranks.dist, "is_nccl_available", lambda: False)
-    gpu, nccl = doctor_ranks.gpu_checks(2)
-    assert gpu == Check("gpu", "ok", "2: gpu0, gpu1")
-    assert nccl.status == "fail"
+    monkeypatch.setattr(cuda, "can_device_access_peer", lambda one, two: two == 1)
+    printed = {"--query-gpu=driver_version": f"{driver}\n" * 3, "topo": TOPOLOGY}
+    monkeypatch.setattr(
+        doctor_ranks, "nvidia_smi", lambda *given: printed[given[0]] if driver else ""
+    )
+
+
+def test_gpus_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpus(monkeypatch, 3)
+    gpu, software, links, device, nccl = doctor_ranks.gpu_checks(4)
+    assert gpu == Check("gpu", "ok", "3: H100 (80 GiB), H100 (80 GiB), H100 (80 GiB)")
+    assert software.detail.startswith("driver 550.1, CUDA ")
+    assert links.detail == "of 3 pairs, 2 by PCIe and several NUMA nodes, 1 by 18 NVLinks"
+    assert device.detail.startswith("`-n 3 device=cuda`: a GPU for each rank")
+    assert "`-n 4` is refused" in device.detail
+    assert (nccl.name, nccl.status) == ("nccl start", "fail")
+
+
+def test_gpus_of_a_host_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpus(monkeypatch, 3, driver="")
+    assert doctor_ranks.gpu_links("", 3) == "1 of 3 pairs read each other's memory"
+    fake_gpus(monkeypatch, 0, driver="")
+    [gpu] = doctor_ranks.gpu_checks(2)
+    assert (gpu.name, gpu.status) == ("gpu", "skip")
+
+
+def test_gpus_that_torch_cannot_use_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpus(monkeypatch, 0)
+    [gpu] = doctor_ranks.gpu_checks(2)
+    assert gpu.status == "fail"
+    assert gpu.detail == "nvidia-smi lists 3, of driver 550.1, and torch uses none"
+    assert "is a build without CUDA" in gpu.fix
 
 
 def test_speed_is_told(tmp_path: Path) -> None:

@@ -65,6 +65,8 @@ class Joined(Event):
     """Digest of what a few kernels compute: the same on machines that round alike."""
     machine: str = ""
     """Its processor and libraries, in words."""
+    device_bytes: int = 0
+    """Memory of its device in all; 0 on CPUs, or if not known."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +90,23 @@ class RankTimes:
     """The most memory that it has had so far."""
     swapped_bytes: int = 0
     """Memory that is swapped out at the moment."""
+    device_bytes: int = 0
+    """The most memory that its tensors have had on its device so far; 0 if not known."""
+    device_retries: int = 0
+    """How often the device's allocator had no memory left, and gave back what it kept for later."""
+    device_busy: float = 0.0
+    """Part of the time in which the device has computed lately, for anybody; 0 if not known."""
     num_calls: int = 0
     """Collectives that it has taken part in, and messages that it has sent or received."""
     sent_bytes: int = 0
     """Bytes that it has given to other ranks; what an all-gather gives to each of them counts."""
     received_bytes: int = 0
     """Bytes that it has got from other ranks."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """The most memory so far: of the device, where there is one that says it."""
+        return self.device_bytes or self.peak_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -232,14 +232,8 @@ def shared_texts(
         mine = [GroupBroken.__name__, str(error)]
     elif isinstance(error, LockstepError):
         mine = [type(error).__name__, str(error)]
-    elif error is not None and _is_out_of_memory(error):
-        mine = [
-            EnvironError.__name__,
-            f"rank {transport.rank} is out of memory: {str(error).partition(chr(10))[0]}; more "
-            "microbatches (num_microbatches; with a Task.batch_loss, batch_loss.recompute=true) or "
-            "activation_checkpointing lower what activations take, and sharding what parameters, "
-            "gradients and optimizer state take",
-        ]
+    elif error is not None and is_out_of_memory(error):
+        mine = [EnvironError.__name__, out_of_memory(transport.rank, error)]
         _release(error)
     elif error is not None:
         trace = shortened("".join(traceback.format_exception(error)).rstrip())
@@ -254,7 +248,20 @@ def shared_texts(
     return _error(*first) if first else None, [theirs for _, theirs in everyone]
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def out_of_memory(rank: int, error: BaseException) -> str:
+    """What to say of an error that `is_out_of_memory`, whose notes say what holds memory."""
+    first = str(error).partition(chr(10))[0].partition(". GPU ")[0]
+    return "; ".join([
+        f"rank {rank} is out of memory: {first}",
+        *getattr(error, "__notes__", []),
+        "more microbatches (num_microbatches; with a Task.batch_loss, batch_loss.recompute=true) "
+        "or activation_checkpointing lower what activations take, and sharding what parameters, "
+        "gradients and optimizer state take",
+    ])  # fmt: skip
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory, of the host or a device, does not suffice."""
     is_of_host = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     return is_of_host or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from contextlib import suppress
 from operator import sub
@@ -9,6 +10,8 @@ from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from time import perf_counter
 from typing import NamedTuple
+
+import torch
 
 from lockstep.comm.transport import Traffic
 
@@ -36,6 +39,10 @@ class Usage(NamedTuple):
         peak_bytes: its greatest memory so far; as of a moment ago if a larger process has started
             it.
         swapped_bytes: memory that is swapped out; as of a moment ago.
+        device_bytes: the most memory that its tensors have had on its device.
+        device_retries: how often the device's allocator had to give back what it kept.
+        device_busy: part of the time in which the device has computed lately, for anybody; 0 where
+            that is not known.
     """
 
     cpu_s: float
@@ -44,12 +51,21 @@ class Usage(NamedTuple):
     preemptions: int
     peak_bytes: int
     swapped_bytes: int
+    device_bytes: int
+    device_retries: int
+    device_busy: float
 
 
 class UsageMeter:
-    """Reads counters."""
+    """Reads counters.
 
-    def __init__(self) -> None:
+    Args:
+        device: device of the process; the CPU by default.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device, self._on_device = device or torch.device("cpu"), (0, 0, 0.0)
+        self._device_read_at = -_EVERY_S if self._device.type != "cpu" else math.inf
         self._cores_s, self._read_at = 0.0, -_EVERY_S
         self._peak_bytes, self._swapped_bytes = _memory()
         # `ru_maxrss` of a process is that of the one that started it, if that was larger.
@@ -62,6 +78,11 @@ class UsageMeter:
     def read(self, is_exact: bool = True) -> Usage:
         """The counters as they are now, or, if not `is_exact`, as of some milliseconds ago."""
         now = perf_counter()
+        if is_exact and now - self._device_read_at >= _EVERY_S:
+            peak, retries, busy = _device_usage(self._device)
+            # Whoever captures a CUDA graph measures a peak of its own.
+            self._on_device = max(peak, self._on_device[0]), retries, busy
+            self._device_read_at = now
         if is_exact or now - self._newest_at >= _SOON_S:
             self._newest, self._newest_at = self._counters(now), now
         return self._newest
@@ -79,7 +100,20 @@ class UsageMeter:
             preemptions=used.ru_nivcsw,
             peak_bytes=peak if peak > self._inherited else self._peak_bytes,
             swapped_bytes=self._swapped_bytes,
+            device_bytes=self._on_device[0],
+            device_retries=self._on_device[1],
+            device_busy=self._on_device[2],
         )
+
+
+def _device_usage(device: torch.device) -> tuple[int, int, float]:
+    """As the fields of `Usage`; waits for nothing that the device does."""
+    stats, busy = torch.accelerator.memory_stats(device), 0.0
+    if device.type == "cuda":
+        with suppress(Exception):  # there is no pynvml, or the driver does not say
+            busy = torch.cuda.utilization(device) / 100
+    peak, retries = stats.get("allocated_bytes.all.peak", 0), stats.get("num_alloc_retries", 0)
+    return int(peak), int(retries), busy
 
 
 def counted_cores() -> int:
@@ -127,6 +161,9 @@ class Times(NamedTuple):
         preemptions: how often another process has taken a core from it.
         peak_bytes: its greatest memory so far.
         swapped_bytes: memory that is swapped out at the moment.
+        device_bytes: the most memory of its tensors on its device so far.
+        device_retries: how often the device's allocator had to give back what it kept.
+        device_busy: part of the time in which the device has computed lately; 0 if not known.
         num_calls: collectives, and messages sent or received; see `Traffic`.
         sent_bytes: bytes for other ranks.
         received_bytes: bytes from other ranks.
@@ -142,27 +179,38 @@ class Times(NamedTuple):
     preemptions: float = 0.0
     peak_bytes: float = 0.0
     swapped_bytes: float = 0.0
+    device_bytes: float = 0.0
+    device_retries: float = 0.0
+    device_busy: float = 0.0
     num_calls: float = 0.0
     sent_bytes: float = 0.0
     received_bytes: float = 0.0
 
+    @property
+    def memory_bytes(self) -> int:
+        """The most memory so far: of the device, where there is one that says it."""
+        return int(self.device_bytes or self.peak_bytes)
+
     def plus(self, other: Times) -> Times:
-        """The sum of both; of memory, the maximum."""
-        both = Times(*(one + more for one, more in zip(self, other, strict=True)))
-        return both._replace(
-            peak_bytes=max(self.peak_bytes, other.peak_bytes),
-            swapped_bytes=max(self.swapped_bytes, other.swapped_bytes),
-        )
+        """The sum of both; of memory and `device_busy`, the maximum."""
+        both = [one + more for one, more in zip(self, other, strict=True)]
+        for place in _PRESENT:
+            both[place] = max(self[place], other[place])
+        return Times._make(both)
 
     def since(self, before: Times) -> Times:
-        """What was spent since `before`; of memory, the present values."""
+        """What was spent since `before`; of memory and `device_busy`, the present values."""
         # In each step, so without a generator and `_replace`, which take three times as long.
         spent = [*map(sub, self, before)]
-        spent[_PEAK], spent[_SWAPPED] = self.peak_bytes, self.swapped_bytes
+        for place in _PRESENT:
+            spent[place] = self[place]
         return Times._make(spent)
 
 
-_PEAK, _SWAPPED = map(Times._fields.index, ("peak_bytes", "swapped_bytes"))
+_PRESENT = [
+    *map(Times._fields.index, ("peak_bytes", "swapped_bytes", "device_bytes", "device_busy"))
+]
+"""Of what does not add up."""
 
 
 class Stopwatch:
@@ -176,12 +224,13 @@ class Stopwatch:
 
     Args:
         traffic: counters of the transport of all ranks.
+        device: device of this rank; the CPU by default.
     """
 
-    def __init__(self, traffic: Traffic | None = None) -> None:
+    def __init__(self, traffic: Traffic | None = None, device: torch.device | None = None) -> None:
         self.now = perf_counter()
         self._traffic = traffic or Traffic()
-        self._meter = UsageMeter()
+        self._meter = UsageMeter(device)
         self.restart()
 
     def restart(self) -> None:

@@ -274,7 +274,7 @@ class StepMeter:
         step_s = (done.seconds - pauses_s) / done.num_steps
         if not 0 < step_s < math.inf:
             return
-        peak_bytes = max((r.peak_bytes for r in done.ranks if r.peak_bytes > 0), default=0)
+        peak_bytes = max((r.memory_bytes for r in done.ranks if r.memory_bytes > 0), default=0)
         has_prediction = self._prediction is not None and self._prediction.by
         is_first = self._plan is not None and not has_prediction and self._first.cost is None
         (self._first if is_first else self._later).add(step_s, peak_bytes, done.num_steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from lockstep import TrainConfig
 from lockstep.errors import ConfigError, EnvironError, TaskError
 from lockstep.launching.api import device as devices
 from lockstep.launching.api import on_device
+from lockstep.launching.api.device import advised
 from lockstep.launching.rank.environment import Environment
 from lockstep.launching.rank.join import open_transport
 
@@ -81,20 +83,25 @@ def test_a_process_that_has_used_the_gpu_is_told_what_to_export(
 def test_an_operation_without_a_deterministic_kernel_is_named(
     gpu_alone: list[torch.device],
 ) -> None:
-    with (
-        pytest.raises(TaskError, match=r"^put_: .* set precision.deterministic=false"),
-        on_device(TrainConfig(device="cuda"), ALONE),
-    ):
+    with pytest.raises(RuntimeError) as raised, on_device(TrainConfig(device="cuda"), ALONE):
         # The same check that kernels of a GPU make; this one has it on the CPU too.
         torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
+    better = advised(raised.value, 0)
+    assert isinstance(better, TaskError)
+    assert re.match("put_: .* set precision.deterministic=false", str(better))
 
 
-def test_other_errors_stay_as_they_are(gpu_alone: list[torch.device]) -> None:
-    with (
-        pytest.raises(RuntimeError, match=r"^something else$"),
-        on_device(TrainConfig(device="cuda"), ALONE),
-    ):
-        raise RuntimeError("something else")
+def test_errors_of_memory_are_named_and_others_stay_as_they_are() -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a …")
+    vars(error)["__notes__"] = ["held were: parameters 1.0 MiB"]
+    better = advised(error, 3)
+    assert isinstance(better, EnvironError)
+    assert str(better).startswith(
+        "rank 3 is out of memory: CUDA out of memory. Tried to allocate 2.00 GiB; held were: "
+        "parameters 1.0 MiB; more microbatches (num_microbatches"
+    )
+    for other in (RuntimeError("something else"), ConfigError("mine"), KeyboardInterrupt()):
+        assert advised(other, 0) is other
 
 
 def test_more_ranks_than_gpus_are_refused(gpu_alone: list[torch.device]) -> None:

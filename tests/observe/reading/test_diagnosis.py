@@ -108,6 +108,12 @@ BACK = {"world_size": 1, "seconds": 0.1, "copied": False}
                          times(1))], {}, "512.0 MiB were swapped out"),
         # Pages of a file that is mapped.
         ("", [step(times(0, faults=9000, peak_bytes=1 << 30), times(1))], {}, "nothing stands out"),
+        ("device_memory", [step(times(0, device_bytes=79 << 30, device_retries=99), times(1))],
+         {"device": "cuda:0", "device_bytes": 80 << 30}, "79.0 GiB of 80.0 GiB"),
+        ("device_idle", [step(times(0, device_busy=0.2), times(1, device_busy=0.3))],
+         {"device": "cuda:0"}, "25 % of the time: they wait for Python"),
+        ("", [step(times(0, device_busy=0.9), times(1, device_busy=0.8))],
+         {"device": "cuda:0"}, "nothing stands out"),
         ("imbalance", [step(times(0), times(1, 4.0, 4.0))], {"counts": (4, 2)}, "multiple of 2"),
         ("imbalance", [step(times(0), times(1, 0.1, 8.0))], {"counts": (3, 0)}, "1 rank of 2 have"),
         ("short_microbatches", [SHORT], {},

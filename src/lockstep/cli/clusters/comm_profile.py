@@ -32,7 +32,7 @@ from lockstep.planning.operations import OPERATIONS, parse_sizes, size_text
 from lockstep.planning.profile import Measurement, Profile, Scope, from_json, write_json
 
 NUM_RANKS = 2
-DEVICES = ("auto", "cpu", "cuda")
+DEVICES = ("auto", "cpu", "cuda", "accelerator")
 
 _START_S = 120.0
 """Seconds that ranks may take beside the measurement."""
@@ -50,7 +50,7 @@ class Options:
         launcher: what starts them; None to choose.
         sizes: sizes, as `parse_sizes` takes them.
         seconds: time to measure for, about.
-        device: `cpu`, `cuda` or `auto`.
+        device: one of `DEVICES`.
         json: file for the profile.
         plot: file for the picture.
         with_torch: whether to measure `torch.distributed` too.

@@ -214,8 +214,8 @@ class Meter:
         return seconds
 
     def _settle(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
 
 
 def _is_settled(seconds: list[float]) -> bool:

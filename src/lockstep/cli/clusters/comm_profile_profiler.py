@@ -17,7 +17,7 @@ from lockstep.cli.clusters.comm_profile_calls import ENGINE_CALLS, TORCH_CALLS, 
 from lockstep.cli.clusters.comm_profile_meter import LEAST, Meter, Timed, start_of
 from lockstep.comm.transport import Transport
 from lockstep.engine.digests import processor
-from lockstep.engine.step.memory import memory_limits
+from lockstep.engine.step.memory import device_memory, memory_limits
 from lockstep.launching.rank.environment import Environment
 from lockstep.launching.rank.process import cores_of_host
 from lockstep.planning.operations import OPERATIONS, Operation, Point, fitted, size_text, summarised
@@ -56,9 +56,8 @@ def facts_of(host: str, environment: Environment, device: torch.device) -> Facts
         environment: place of this process among the ranks.
         device: device that tensors are on.
     """
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-    else:
+    free, _ = device_memory(device)
+    if not free:
         free = _free_bytes() // environment.local_world_size
     load = os.getloadavg()[0]
     cores = cores_of_host(environment)

@@ -58,7 +58,7 @@ class Request:
     Attributes:
         sizes: in bytes, ascending.
         seconds: time to take, about.
-        device: `cpu`, `cuda` or `auto`.
+        device: as the key of a config.
         with_torch: whether to measure `torch.distributed` too.
     """
 
@@ -108,8 +108,8 @@ def measured(
     last = environment.local_world_size - 1
     find_device(request.device, replace(environment, local_rank=last))
     device = find_device(request.device, environment)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
     with num_threads(1, environment):
         transport = open_transport(environment, device, TIMEOUT_S)
         transport.share_memory()

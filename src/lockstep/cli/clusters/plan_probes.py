@@ -68,12 +68,14 @@ class Probe:
         started_s: seconds from the command to the end of the first step.
         checkpoints: rows of the events of checkpoints, of the first copy.
         plan: row of the event `RunStarted` of the first copy.
+        device_bytes: memory of a rank's device in all; 0 on CPUs.
     """
 
     reports: tuple[tuple[Row, ...], ...]
     started_s: float
     checkpoints: tuple[Row, ...]
     plan: Row
+    device_bytes: int = 0
 
     @property
     def step_s(self) -> float:
@@ -83,7 +85,8 @@ class Probe:
     @property
     def peak_bytes(self) -> int:
         """The most memory that a rank had."""
-        return max(int(r["peak_bytes"]) for rows in self.reports for r in rows[-1]["ranks"])
+        ranks = [r for rows in self.reports for r in rows[-1]["ranks"]]
+        return max(int(r["device_bytes"] or r["peak_bytes"]) for r in ranks)
 
     @property
     def sent_bytes(self) -> float:
@@ -268,6 +271,7 @@ def probe_of(folders: Sequence[Path], since: float) -> Probe:
         started_s=started_s,
         checkpoints=tuple(row for row in rows[0] if row["event"] == "Checkpointed"),
         plan=next(row for row in rows[0] if row["event"] == "RunStarted"),
+        device_bytes=min(row["device_bytes"] for row in rows[0] if row["event"] == "Joined"),
     )
 
 

@@ -199,7 +199,9 @@ def comm_profile(
         str, typer.Option("--sizes", help="FIRST:LAST in steps of four, or sizes with commas.")
     ] = "1KB:256MB",
     seconds: Annotated[float, typer.Option("--seconds", help="How long to measure.")] = 60.0,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[
+        str, typer.Option("--device", help="auto, cpu, cuda or accelerator.")
+    ] = "auto",
     json: Annotated[Path | None, typer.Option("--json", help="A file for the profile.")] = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="A picture: FILE.svg or FILE.png.")

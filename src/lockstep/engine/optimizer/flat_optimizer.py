@@ -332,6 +332,12 @@ class FlatOptimizer:
                 found.setdefault((part.segment, name), []).append((part.range, value))
         return found
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Tensors of the optimizer's state, as far as there are some."""
+        states = [s for inner in self._optimizers.values() for s in inner.state.values()]
+        return [v for state in states for v in state.values() if isinstance(v, Tensor)]
+
     def state(self, tensors: bool = True) -> OptimizerState:
         """Copies of all state; flats are zero where not owned.
 

@@ -99,6 +99,7 @@ class Passes:
         loss_digest: digest of the step's loss over the whole batch; 0 if it is no such one.
         counters: what the microbatches of the step have made of each counter; -inf if none has.
         is_again: whether the step is done again, to be compared.
+        leaves_numbers: whether nothing is fetched from the device before the sums.
     """
 
     def __init__(self, parts: StepParts, flat: FlatTensors) -> None:
@@ -128,6 +129,7 @@ class Passes:
         self._backward = Backward(self._model, list(flat.tensors), self._state, self._storage)
         self._num_tensors = len(flat.tensors) + len(self._state.flat.tensors)
         self._whole = whole_passes(self._parts, self._backward)
+        self.leaves_numbers = self._whole is not None
 
     def begin(self, step: int) -> None:
         """Forget what is left of the step before, or of another try of this one."""

@@ -26,13 +26,14 @@ from lockstep.engine.events import (
 from lockstep.engine.recovery.leader import NOWHERE, Origin
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Runtime
+from lockstep.engine.step.memory import device_memory
 from lockstep.engine.step.sums import StepResult
 from lockstep.engine.timing import Times, counted_cores
 from lockstep.parallel.reduction import Way
 
 _COUNTS = (
-    "faults", "preemptions", "peak_bytes", "swapped_bytes", "num_calls", "sent_bytes",
-    "received_bytes",
+    "faults", "preemptions", "peak_bytes", "swapped_bytes", "device_bytes", "device_retries",
+    "num_calls", "sent_bytes", "received_bytes",
 )  # fmt: skip
 """Fields of `Times` that are whole numbers."""
 
@@ -76,6 +77,7 @@ class Reporter:
             "counted_cores": counted_cores(),
             "rounding": self._parts.rounding.digest,
             "machine": self._parts.rounding.machine,
+            "device_bytes": device_memory(runtime.device)[1],
         }
 
     def state_dict(self) -> dict[str, Any]:

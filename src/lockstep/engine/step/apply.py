@@ -20,7 +20,8 @@ from lockstep.data.random import Stream, random_key
 from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer
 from lockstep.engine.optimizer.learning_rates import LearningRates
 from lockstep.engine.passes.passes import Passes, StepParts
-from lockstep.engine.runtime import Raised
+from lockstep.engine.runtime import Raised, is_out_of_memory
+from lockstep.engine.step.memory import held
 from lockstep.engine.step.sums import Headers, StepResult, StepSums, Summed
 from lockstep.engine.step.workspace import Workspace
 
@@ -90,7 +91,11 @@ class Apply:
                 key = random_key(self._config.seed, Stream.OPTIMIZER, step)
             # Buffers advance by the step's first pass only, however often it is done again.
             buffers = [sums.clone() for sums in workspace.buffer_sums] if closure else []
-            self._flat_optimizer.step(key, phase, closure, summed.scalars[0] / weight)
+            try:
+                self._flat_optimizer.step(key, phase, closure, summed.scalars[0] / weight)
+            except (MemoryError, RuntimeError) as error:
+                self.explain(error, workspace)
+                raise
             for sums, first in zip(workspace.buffer_sums, buffers, strict=False):
                 sums.copy_(first)
             self._commit_buffers(weight, summed.headers, workspace)
@@ -134,6 +139,18 @@ class Apply:
             assert self.summed is not None, "a rank has applied a step before all could"
             self._rates.begin(step, decays)
             self.step(step, decays, self.summed, lead.grad_norm, workspace)
+
+    def explain(self, error: Raised, workspace: Workspace) -> None:
+        """Note in an error what holds memory, if that does not suffice."""
+        if not is_out_of_memory(error):
+            return
+        parameters = [own.parameters for own in workspace.every_slice]
+        kinds = {
+            "parameters": parameters,
+            "gradients and their sums": workspace.gradient_memory,
+            "optimizer state": self._flat_optimizer.tensors,
+        }
+        vars(error)["__notes__"] = [held(parameters[0].device, kinds)]
 
     def _settle(self, step: int, decays: int, norm: float) -> None:
         """Commit the carries and rows of the step; no communication."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import optim
+from torch import Tensor, optim
 
 from lockstep.comm.host import control_groups
 from lockstep.config import TrainConfig, override
@@ -22,7 +22,7 @@ from lockstep.nn.units import rows_in
 from lockstep.parallel.fold import rows_needed
 from lockstep.parallel.layout import Range
 
-_GIB = 1 << 30
+_GIB, _MIB = 1 << 30, 1 << 20
 _MOST_RANKS = 4096
 _STATM = Path("/proc/self/statm")
 """Pages of this process: all, and those in memory."""
@@ -171,14 +171,17 @@ def check_memory(
         ConfigError: a limit of this process (`ulimit -v`, a control group, the host's memory) is
             less than what the run needs at least.
     """
-    if not kept.flat.flats[0].is_cpu:
-        return
     needs = Needs(config, kept, can_regroup)
     sharding: Sharding = config.sharding
     if sharding == "none" and config.optimizer.sharded:
         sharding = "optimizer"
     needed = needs.of(sharding, num_ranks)
-    limit, available = min(memory_limits(), key=lambda pair: pair[1])
+    device = kept.flat.flats[0].device
+    limit, available = f"free on {device}", device_memory(device)[0]
+    if device.type == "cpu":
+        limit, available = min(memory_limits(), key=lambda pair: pair[1])
+    elif not available:
+        return  # it does not say
     # Parameters that have values are there already.
     available += sum(flat.untyped_storage().nbytes() for flat in kept.flat.flats)
     if needed <= available:
@@ -284,6 +287,43 @@ def memory_limits() -> Iterator[tuple[str, int]]:
         except (OSError, ValueError):
             continue
     yield "the host's memory", os.sysconf("SC_PHYS_PAGES") * page - resident
+
+
+def device_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes of a device that are free, and all of them; 0 on CPUs, or if it does not say."""
+    if device.type == "cpu":
+        return 0, 0
+    try:
+        free, whole = torch.accelerator.get_memory_info(device)
+        kept = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(
+            device
+        )
+    except (RuntimeError, AttributeError):
+        return 0, 0
+    return free + kept, whole
+
+
+def held(device: torch.device, kinds: Mapping[str, Iterable[Tensor | None]]) -> str:
+    """What holds a rank's memory, in words.
+
+    Args:
+        device: device of the rank.
+        kinds: tensors by what they are.
+    """
+    seen, known, parts = set[int](), 0, list[str]()
+    for name, tensors in kinds.items():
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in tensors
+            if t is not None
+        }
+        num_bytes = sum(size for place, size in storages.items() if place not in seen)
+        seen |= storages.keys()
+        known += num_bytes
+        parts.append(f"{name} {num_bytes / _MIB:,.1f} MiB")
+    if device.type != "cpu" and (allocated := torch.accelerator.memory_allocated(device)):
+        parts.append(f"activations and the rest {max(0, allocated - known) / _MIB:,.1f} MiB")
+    return "held were: " + ", ".join(parts)
 
 
 def _gib(num_bytes: int) -> str:

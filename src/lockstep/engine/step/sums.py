@@ -280,7 +280,7 @@ class StepSums:
                 return headers
             travels = False
         if not isinstance(reduction, Rounds):  # these have summed by now
-            if self._is_remote and headers is None:
+            if headers is None and (self._is_remote or self._passes.leaves_numbers):
                 headers = self._fetched(own, workspace, reduction)
             else:
                 if travels:

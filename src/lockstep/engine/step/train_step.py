@@ -85,7 +85,7 @@ class TrainStep:
         self.with_buddy = self.sharded and config.optimizer.buddy and runtime.transport.can_regroup
         self.flat, self.state, self._local = flat, state, compute.local
         self.loss_scale = LossScale(config.precision)
-        self.watch = Stopwatch(placement.world.traffic)
+        self.watch = Stopwatch(placement.world.traffic, runtime.device)
         self._constants = checks.constants
         self._audit = StepAudit(runtime, checks.pass_state)
         self.rounds_alike = True
@@ -209,6 +209,7 @@ class TrainStep:
             self._constants.check(f"step {step}")
             self.rates.check_passes()
         except (Exception, SystemExit) as error:
+            self._apply.explain(error, self.workspace)
             if isinstance(error, GroupBroken) and not self.placement.are_coupled:
                 self._audit.leave()
                 raise  # a rank was lost while outputs were gathered (`Task.batch_loss`)

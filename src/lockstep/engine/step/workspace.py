@@ -233,6 +233,12 @@ class Workspace:
         flat, slices = self._flat.flats[segment], self.slices[segment]
         return start_gathering_slices(self._transport, flat, slices)
 
+    @property
+    def gradient_memory(self) -> list[Tensor]:
+        """Tensors in all memory that sums of gradients have."""
+        header = () if isinstance(self.reduction, Rounds) else (self.reduction.header,)
+        return [*(own.gradient for own in self.every_slice), *header]
+
     def runs_ahead(self, num_bytes: int) -> bool:
         """Whether to begin early to gather so many bytes."""
         return self._transport.runs_ahead(num_bytes)

@@ -13,7 +13,8 @@ from torch.backends import cuda, cudnn
 
 from lockstep.config import TrainConfig
 from lockstep.data.random import accelerator
-from lockstep.errors import ConfigError, TaskError
+from lockstep.engine.runtime import is_out_of_memory, out_of_memory
+from lockstep.errors import ConfigError, EnvironError, TaskError
 from lockstep.launching.rank.environment import Environment
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -45,7 +46,6 @@ def on_device(config: TrainConfig, environment: Environment) -> Iterator[torch.d
         ConfigError: a GPU is wanted, and there is none for this rank; or the process has used the
             GPU already, so that it is too late to ask cuBLAS for the same bits; or it was forked
             from one that has.
-        TaskError: an operation has no such kernel.
     """
     device = find_device(config.device, environment)
     if device.type == "cpu":
@@ -77,18 +77,12 @@ def find_device(wanted: str, environment: Environment) -> torch.device:
         )
     if wanted == "cpu" or (wanted == "auto" and is_of_agent):
         return torch.device("cpu")
-    kind = "cuda"
-    if wanted == "accelerator":
-        found = torch.accelerator.current_accelerator() if accelerator() else None
-        kind = found.type if found is not None else "accelerator"
-    count = torch.cuda.device_count() if kind == "cuda" else 0
-    if kind != "cuda" and accelerator() is not None:
-        count = torch.accelerator.device_count()
+    kind, count = num_devices(wanted)
     if wanted == "auto" and count < environment.local_world_size:
         return torch.device("cpu")
     if not count:
         raise ConfigError(
-            f"device={wanted!r}: torch {torch.__version__} {_why_none(kind)}, or set device=cpu"
+            f"device={wanted!r}: torch {torch.__version__} {why_no_gpu(kind)}, or set device=cpu"
         )
     if environment.local_rank >= count:
         raise ConfigError(
@@ -98,7 +92,18 @@ def find_device(wanted: str, environment: Environment) -> torch.device:
     return torch.device(kind, environment.local_rank)
 
 
-def _why_none(kind: str) -> str:
+def num_devices(wanted: str) -> tuple[str, int]:
+    """The kind of device that `device` asks for, and how many this host has."""
+    kind = "cuda"
+    if wanted == "accelerator":
+        found = torch.accelerator.current_accelerator() if accelerator() else None
+        kind = found.type if found is not None else "accelerator"
+    if kind != "cuda":
+        return kind, torch.accelerator.device_count() if accelerator() is not None else 0
+    return kind, torch.cuda.device_count()
+
+
+def why_no_gpu(kind: str) -> str:
     """Why there is no accelerator of a kind, as torch says it, and what to do."""
     if kind != "cuda":
         return f"finds no {kind}: install the package that adds yours to torch"
@@ -116,24 +121,16 @@ def _why_none(kind: str) -> str:
     return "finds no GPU: see nvidia-smi and CUDA_VISIBLE_DEVICES"
 
 
-@contextmanager
-def naming_kernels() -> Iterator[None]:
-    """Add advice where torch refuses an operation that has no deterministic kernel.
-
-    Raises:
-        TaskError: instead of torch's RuntimeError.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        refused = _REFUSED.match(str(error))
-        if refused is None:
-            raise
-        raise TaskError(
+def advised(error: BaseException, rank: int) -> BaseException:
+    """An error of torch that is about the device as one for the user; any other as it is."""
+    refused = _REFUSED.match(str(error)) if isinstance(error, RuntimeError) else None
+    if refused is not None:
+        return TaskError(
             f"{refused[1]}: torch has no kernel for it on a GPU that gives the same bits each "
             "time; use another operation or device=cpu, or set precision.deterministic=false, "
             "with which runs may differ"
-        ) from error
+        )
+    return EnvironError(out_of_memory(rank, error)) if is_out_of_memory(error) else error
 
 
 @contextmanager
@@ -156,8 +153,7 @@ def _deterministic(device: torch.device) -> Iterator[None]:
     for owner, name, value in _FLAGS:
         setattr(owner, name, value)
     try:
-        with naming_kernels():
-            yield
+        yield
     finally:
         for owner, name, value in before:
             setattr(owner, name, value)

@@ -38,7 +38,7 @@ from lockstep.engine.runtime import (
 )
 from lockstep.engine.task import Task, with_watched_config
 from lockstep.errors import LockstepError, RankFailure, shortened
-from lockstep.launching.api.device import naming_kernels, on_device
+from lockstep.launching.api.device import advised, on_device
 from lockstep.launching.api.session import (
     SESSION,
     Result,
@@ -123,11 +123,9 @@ def steps(
         if environment.world_size > 1:
             tell_on_each_rank()
         try:
-            with naming_kernels():
-                result, exit_code = yield from _steps(
-                    task, config, session, environment, device, transport, stop, hints, at,
-                    is_driven,
-                )  # fmt: skip
+            result, exit_code = yield from _steps(
+                task, config, session, environment, device, transport, stop, hints, at, is_driven,
+            )  # fmt: skip
         except LockstepError as error:
             if transport.size > 1 and not error.is_shared:
                 print(f"error: {error} (on rank {transport.rank})", file=sys.stderr, flush=True)
@@ -284,12 +282,15 @@ def _steps(
             directory.describe(config, _identity(task, config, session))
             finished = yield from trainer.steps()
             return _result(trainer, finished, config, directory), finished.exit_code
-        except BaseException as error:
+        except BaseException as raised:
+            error = advised(raised, transport.rank)
             if directory.path != path and runtime.is_first:  # nothing may be written to the old one
                 hub.close()
                 hub.open()
             runtime.emit(failed(error))
-            raise
+            if error is raised:
+                raise
+            raise error from raised
 
 
 def _result(

@@ -58,6 +58,12 @@ MEASURES: Mapping[str, Measure] = {
     "lockstep_rank_peak_memory_bytes": Measure(
         "gauge", "The most memory that the rank has had.", ("rank",)
     ),
+    "lockstep_rank_device_peak_memory_bytes": Measure(
+        "gauge", "The most memory that the rank's tensors have had on its device.", ("rank",)
+    ),
+    "lockstep_rank_device_busy_ratio": Measure(
+        "gauge", "Part of the time in which the rank's device computes, if known.", ("rank",)
+    ),
     "lockstep_rank_microbatches": Measure(
         "gauge", "Microbatches that the rank computes in a step.", ("rank",)
     ),
@@ -222,6 +228,8 @@ def _metrics(values: Mapping[str, float], own: Labels) -> dict[Labels, float]:
 def _add_ranks(samples: Samples, history: History, own: Labels, is_running: bool) -> None:
     up: dict[Labels, float] = {}
     memory: dict[Labels, float] = {}
+    of_device: dict[Labels, float] = {}
+    busy: dict[Labels, float] = {}
     microbatches: dict[Labels, float] = {}
     # The living last: they may have the number of one that was lost.
     for process in sorted(history.processes, key=lambda p: p.until is None):
@@ -230,9 +238,14 @@ def _add_ranks(samples: Samples, history: History, own: Labels, is_running: bool
         at_host = (*labels, shown(process.joined.host))
         up[at_host] = float(is_living)
         memory[labels] = float(process.times.peak_bytes)
+        if process.times.device_bytes:
+            of_device[labels] = float(process.times.device_bytes)
+            busy[labels] = process.times.device_busy
         microbatches[labels] = float(process.num_microbatches) if is_living else 0.0
     samples["lockstep_rank_up"] = up
     samples["lockstep_rank_peak_memory_bytes"] = memory
+    samples["lockstep_rank_device_peak_memory_bytes"] = of_device
+    samples["lockstep_rank_device_busy_ratio"] = busy
     samples["lockstep_rank_microbatches"] = microbatches
 
 

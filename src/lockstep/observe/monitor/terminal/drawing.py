@@ -150,7 +150,8 @@ def _rank_cells(row: RankRow, now: float, only_recent: bool) -> dict[str, str]:
     recent, whole = describe.percentages(row.recent), describe.percentages(row.all)
     shares = recent if only_recent else [f"{r} ({w})" for r, w in zip(recent, whole, strict=True)]
     age = text.clock(max(0.0, now - process.reported)) if process.reported else "-"
-    peak_bytes = int(process.times.peak_bytes)
+    times = process.times
+    busy = f", {times.device_busy:.0%} busy" if times.device_busy else ""
     return {
         "rank": str(process.rank),
         "state": row.state,
@@ -158,7 +159,7 @@ def _rank_cells(row: RankRow, now: float, only_recent: bool) -> dict[str, str]:
         "pid": str(joined.pid),
         "batches": f"{process.num_microbatches:g}",
         **dict(zip(("compute", "exchange", "data", "saving"), shares, strict=True)),
-        "memory": text.size(peak_bytes) if peak_bytes else "-",
+        "memory": text.size(times.memory_bytes) + busy if times.memory_bytes else "-",
         "report": age,
     }
 

@@ -233,7 +233,8 @@ def _processes(history: History, run: LargeRun) -> Iterator[dict[str, Any]]:
             "is_late": history.plan is not None and joined.step > max(0, history.plan.step),
             "seconds": {kind: as_json(process.seconds[kind]) for kind in KINDS},
             "now": times and {kind: as_json(getattr(times, kind)) for kind in KINDS},
-            "peak_bytes": int(process.times.peak_bytes),
+            "peak_bytes": process.times.memory_bytes,
+            "device_busy": as_json(process.times.device_busy),
             "num_microbatches": as_json(process.num_microbatches) if is_living else 0,
         }
 

@@ -25,6 +25,10 @@ _PASS_S = 2.5e-4
 """About what a microbatch takes at least, of however few samples: Python and starts of kernels."""
 _FAULT_S = 1e-3
 """About the time of a page fault from a disk in seconds."""
+_RETRY_S = 0.02
+"""About the time of `cudaFree` of all that is kept, and of asking for it again, in seconds."""
+_IDLE_DEVICE = 0.5
+"""Part of the time in which a device computes at least, if Python keeps up with it."""
 
 
 def slowness(session: NewestSession) -> Iterator[Cause]:
@@ -32,8 +36,8 @@ def slowness(session: NewestSession) -> Iterator[Cause]:
     if not session.workers:
         return
     for find in (
-        _crowded, _busy, _memory, _slow_rank, _imbalance, _short, _data, _evaluation, _checkpoints,
-        _exchange, _idle,
+        _crowded, _busy, _memory, _full_device, _waiting_device, _slow_rank, _imbalance, _short,
+        _data, _evaluation, _checkpoints, _exchange, _idle,
     ):  # fmt: skip
         cause = find(session)
         if cause is not None:
@@ -107,6 +111,42 @@ def _memory(session: NewestSession) -> Cause | None:
         "on each host",
         explains=("slow_rank", "busy"),
     )  # fmt: skip
+
+
+def _full_device(session: NewestSession) -> Cause | None:
+    """A device whose allocator had to give back what it kept, which waits for the device."""
+    worst = max(session.workers, key=lambda p: p.times.device_retries)
+    used, whole = worst.times, worst.joined.device_bytes
+    if not used.device_retries:
+        return None
+    of_all = f" of {text.size(whole)}" if whole else ""
+    return Cause(
+        "device_memory",
+        min(0.9, used.device_retries * _RETRY_S / session.seconds),
+        f"memory of {worst.joined.device} of rank {worst.rank} is full",
+        [f"its tensors have had up to {text.size(used.device_bytes)}{of_all}; "
+         f"{text.count(int(used.device_retries), 'time')} all that was kept for later was freed"],
+        "raise num_microbatches, set activation_checkpointing or sharding, or export "
+        "PYTORCH_ALLOC_CONF=expandable_segments:True",
+        explains=("slow_rank",),
+    )  # fmt: skip
+
+
+def _waiting_device(session: NewestSession) -> Cause | None:
+    """Devices that compute for a small part of the time that ranks spend computing."""
+    known = [p for p in session.workers if p.times.device_busy]
+    if session.on_cpu or not known:
+        return None
+    busy, share = median(p.times.device_busy for p in known), session.share("compute_s")
+    if busy > _IDLE_DEVICE or share < _IDLE_DEVICE:
+        return None
+    return Cause(
+        "device_idle",
+        0.5 * share * (1.0 - busy),  # half: this is a possible gain
+        f"devices compute for {percent(busy)} of the time: they wait for Python",
+        [f"ranks spend {percent(share)} of the time in forward and backward passes"],
+        "set compute.graphs=true, which says why if it cannot; or have fewer, larger microbatches",
+    )
 
 
 def _slow_rank(session: NewestSession) -> Cause | None:

@@ -63,7 +63,8 @@ export function ranks(run) {
   const legend = el("p", { class: "legend" }, KINDS.map(([kind, name]) => el("span", { class: `key ${kind}` }, name)));
   const rows = living.map((p) => [
     p.rank, p.host, p.device, bar(p.now), bar(p.seconds), ...KINDS.map(([kind]) => share(p.seconds, kind)),
-    number(p.num_microbatches), p.peak_bytes ? size(p.peak_bytes) : "",
+    number(p.num_microbatches),
+    p.peak_bytes ? size(p.peak_bytes) + (p.device_busy ? `, ${percent(p.device_busy)} busy` : "") : "",
   ]);
   const headers = ["rank", "host", "device", "now", "in all", ...KINDS.map(([, name]) => name), "microbatches", "memory"];
   return [legend, table(headers, rows, [0, 5, 6, 7, 8, 9, 10])];
