@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -119,6 +120,12 @@ def write(
 def ratio(value: Spread) -> str:
     """As in `2.31 (2.20-2.40)`."""
     return f"{value.median:.2f} ({value.low:.2f}–{value.high:.2f})"
+
+
+def around(values: Sequence[float], decimals: int) -> str:
+    """The median, ± the greatest distance from it."""
+    middle = statistics.median(values)
+    return f"{middle:.{decimals}f}±{max(abs(v - middle) for v in values):.{decimals}f}"
 
 
 def number(value: Spread) -> str:

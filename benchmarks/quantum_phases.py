@@ -23,8 +23,8 @@ from sklearn.neural_network import MLPClassifier
 from sklearn.svm import SVC
 
 import lockstep as ls
-from page import Section, command, page, write
-from processes import HERE, Spread
+from page import Section, around, command, page, write
+from processes import HERE
 from run import DOCS, machine
 
 _SPEC = importlib.util.spec_from_file_location("phases", HERE.parent / "examples" / "phases.py")
@@ -157,7 +157,7 @@ def section(found: Mapping[str, Mapping[str, list[float]]]) -> Section:
     made = Section(
         "Ordered or not: ground states of disordered Ising rings",
         "Six spins; `examples/phases.py` has the chains. Accuracy on 400 states, %, by training "
-        "states and shots a state; the median of the seeds, and the least and the greatest. 100 "
+        "states and shots a state: the median of the seeds ± the greatest distance from it. 100 "
         "states choose the step or the regularisation. The circuit is given the state itself, and "
         "its gradient is exact; the others see `<X>` and `<ZZ>` from as many shots, or fidelities "
         "with the training states from as many for each.",
@@ -169,14 +169,13 @@ def section(found: Mapping[str, Mapping[str, list[float]]]) -> Section:
         scale = 1 if model.startswith("CPU") else 100
         cells = []
         for scores in found.values():
-            shown = Spread.of([scale * score for score in scores[model]])
-            cells.append(f"{shown.median:.1f} ({shown.low:.1f}–{shown.high:.1f})")
+            cells.append(around([scale * score for score in scores[model]], 1))
         made.rows.append([model, *cells])
     for setting, scores in found.items():
         own, others = scores[models[0]], models[1:-1]
         rival = max(others, key=lambda model: np.median(scores[model]))
         gaps = 100 * (np.array(own) - scores[rival])
-        shown = f"{setting}: the circuit's accuracy over that of the best other, {rival}"
+        shown = f"{setting}: the circuit over the best other, {rival}"
         made.verdicts.append(f"- {shown}: {gaps.min():+.1f} to {gaps.max():+.1f}")
     return made
 

@@ -31,8 +31,7 @@ from lockstep.systems.ufs.report.scores import (
 from lockstep.systems.ufs.report.skill import Period, climatology, persistence
 from lockstep.systems.ufs.synthetic import LAWS, write_history
 from lockstep.systems.ufs.task import Ufs
-from page import Section, command, page, write
-from processes import Spread
+from page import Section, around, command, page, write
 from run import DOCS, machine
 
 GRID, MONTHS = (45, 90), 48
@@ -192,10 +191,9 @@ def by_differences(model: Any, x: Floats, unit: Floats, step: float = 1e-4) -> F
 
 
 METHOD = (
-    "The world `noisy` (`systems/ufs/synthetic.py`): months of seasons on 45 x 90 cells; two years "
-    "of the Arctic for training, one for validation, one for the test. The Antarctic is never "
-    "trained on. Of each seed, which is that of the world and of the networks: its median, and in "
-    "brackets the least and the greatest."
+    "The world `noisy` (`systems/ufs/synthetic.py`): 45 x 90 cells; two years of the Arctic for "
+    "training, one for validation, one for the test. The Antarctic is never trained on. Median of "
+    "the seeds, of world and networks, ± the greatest distance from it."
 )
 
 
@@ -205,21 +203,20 @@ def spread(found: Sequence[dict[str, Any]], *path: str, scale: float = 1, decima
         for key in path:
             one = one[key]
         values.append(scale * float(one))  # type: ignore[arg-type]
-    shown = Spread.of(values)
-    return f"{shown.median:.{decimals}f} ({shown.low:.{decimals}f}–{shown.high:.{decimals}f})"
+    return around(values, decimals)
 
 
 def errors(found: list[dict[str, Any]]) -> Section:
     made = Section(
         "RMSE of the concentration",
-        "Climatology knows the cell's own training years, in the Antarctic too; persistence the "
-        "month before. The others see the month's ocean and atmosphere. No model can expect less "
-        "than the law, whose unobserved heat and noise none can see. The emulator is the best of "
-        "60 epochs by validation; skill is what its RMSE is lower by.",
+        "Climatology has the cell's training years, in the Antarctic too; persistence the month "
+        "before; the others this month's ocean and atmosphere. Nothing can be expected to beat the "
+        "law. The emulator is the best of 60 epochs by validation; skill is by what part its RMSE "
+        "is lower.",
         ("", *(text for place in PLACES.values() for text in (place, "skill, %"))),
         raw={"seeds": found},
     )
-    for name in found[0]["rmse"][PLACES["arctic"]]:
+    for name in (n for n in found[0]["rmse"][PLACES["arctic"]] if n != "the mean"):
         cells = []
         for place in PLACES.values():
             skills = [1 - one["rmse"][place][NET] / one["rmse"][place][name] for one in found]
@@ -228,7 +225,8 @@ def errors(found: list[dict[str, Any]]) -> Section:
                 "" if name == NET else f"{100 * min(skills):+.0f}…{100 * max(skills):+.0f}"
             )
             if name not in (NET, ENSEMBLE, LAW) and min(skills) <= 0:
-                made.verdicts.append(f"- **{name} win** from some seed: {place}")
+                seeds = "every seed" if max(skills) <= 0 else "some seed"
+                made.verdicts.append(f"- **{name} win** from {seeds}: {place}")
         made.rows.append([name, *cells])
     return made
 

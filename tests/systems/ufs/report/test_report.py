@@ -14,6 +14,7 @@ from matplotlib.image import imread
 
 from lockstep.errors import ConfigError, DataError
 from lockstep.observe.figures import new_figure, save
+from lockstep.systems.ufs.config import UfsConfig
 from lockstep.systems.ufs.report.maps import read_curves
 from lockstep.systems.ufs.report.scores import Intervals, inside, relative_error, score
 from lockstep.systems.ufs.synthetic import (
@@ -24,6 +25,7 @@ from lockstep.systems.ufs.synthetic import (
     land,
     noisy_fields,
 )
+from lockstep.systems.ufs.task import Ufs
 
 SMALL = ("hidden=[8]", "steps=40", "eval_every=10", "log_every=10", "lr=0.02", "batch_size=500")
 
@@ -155,6 +157,34 @@ def test_a_report_has_scores_and_pictures(here: Any, files: Path, tmp_path: Path
         assert picture.shape[1] > 1000
         assert len(np.unique(picture)) > 20
     assert not list((tmp_path / "out").glob(".*"))
+
+
+def test_a_law_is_known_of_synthetic_data_with_all_of_its_inputs() -> None:
+    for world in ("exact", "noisy"):
+        assert Ufs(UfsConfig(synthetic=world)).law is LAWS[world]
+        assert Ufs(UfsConfig(synthetic=world, history=("a.nc",))).law is None
+        assert Ufs(UfsConfig(synthetic=world, outputs=("aice", "frzmlt"))).law is None
+    without = UfsConfig(synthetic="noisy", inputs=("sst", "sss", "hi"))
+    assert Ufs(without).law is None
+    assert Ufs(without.model_copy(update={"synthetic": "exact"})).law is LAWS["exact"]
+
+
+@pytest.mark.slow
+def test_the_noisy_world_is_put_beside_its_law(here: Any, tmp_path: Path) -> None:
+    keys = ("synthetic=noisy", "mask_mode=both", "region=arctic", "split=time", "val_fraction=0.25",
+            "test_fraction=0.25", "max_patterns=4000")  # fmt: skip
+    assert here("train", "ufs", *keys, *SMALL, "steps=150", "--run-dir", "run").returncode == 0
+    done = here("eval", "run", "--report", "out", "--baselines")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert 0 < found["jacobian_error"]["everywhere"] < 1, "of zeros it is 1"
+    seasons = found["skill"]["aice"]["arctic"]
+    assert {*seasons} == {"all", "DJF", "MAM", "JJA", "SON"}
+    assert seasons["all"]["climatology"]["skill"] > 0
+    assert 0.8 < found["intervals"]["aice"]["90%"]["coverage"] < 0.97
+    rows = json.loads((tmp_path / "run" / "baselines_test.json").read_text())["rows"]
+    law = rows.pop("the law itself (limit)")["loss"]
+    assert law < min(row["loss"] for row in rows.values() if "loss" in row)
 
 
 def test_a_report_that_cannot_be_made(here: Any, tmp_path: Path) -> None:
