@@ -61,36 +61,53 @@ def open_directories(
     """
     transport = runtime.transport
     owners = find_owners(transport, directory.path, copies, is_apart)
-    on_first(transport, prepare)
     warnings: list[str] = []
     if owners.are_several or owners.problems:
-        problem = ""
-        if transport.rank in owners.ranks[1:]:
-            try:
-                with transport.observer.on_disk():
-                    prepare()
-            except LockstepError as error:
-                problem = f"{socket.gethostname()}: {error}"
-        problems = transport.gather_json(problem)
-        warnings = [text for text in problems if text]
-        if copies > 1 or not is_start:
-            warnings += owners.problems
-        if warnings and is_start:
-            advice = "" if problem in warnings else "; make it writable, or choose another"
-            raise shared(RunDirectoryError(warnings[0] + advice))
-        warnings = [f"{text}; nothing of the run is kept there" for text in warnings]
-        ranks = tuple(rank for rank in owners.ranks if not problems[rank])
-        of_rank = tuple(by if by in ranks else -1 for by in owners.of_rank)
-        owners = replace(owners, ranks=ranks, of_rank=of_rank)
+        on_first(transport, prepare)
+        elsewhere = [] if is_start and copies == 1 else [*owners.problems]
+        if elsewhere and is_start:
+            message = f"{elsewhere[0]}; make it writable, or choose another with --run-dir"
+            raise shared(RunDirectoryError(message))
+        owners, problems = _tried(transport, owners, prepare, is_start)
+        warnings = [f"{text}; nothing of the run is kept there" for text in elsewhere + problems]
         warnings += _bring_logs(runtime, directory, owners, is_start)
-    directory.owners = owners
-    on_first(transport, store)
-    if transport.rank in owners.ranks:
-        if transport.rank:
+        on_first(transport, store)
+        owners, problems = _tried(transport, owners, store, is_start)
+        warnings += [f"{text}; nothing more of the run is kept there" for text in problems]
+    else:
+
+        def begin() -> None:
+            prepare()
             store()
-        directory.stores = True
+
+        on_first(transport, begin)
+    directory.owners, directory.stores = owners, transport.rank in owners.ranks
     hint = owners.hint(directory.name)
     return [*warnings, hint] if hint else warnings
+
+
+def _tried(
+    transport: Transport, owners: Owners, action: Callable[[], object], is_start: bool
+) -> tuple[Owners, list[str]]:
+    """The owners that can do something beside rank 0, and why others cannot; a collective.
+
+    Raises:
+        RunDirectoryError: one cannot, at the start; on all ranks.
+    """
+    own = ""
+    if transport.rank in owners.ranks[1:]:
+        try:
+            with transport.observer.on_disk():
+                action()
+        except LockstepError as error:
+            own = f"{socket.gethostname()}: {error}"
+    everyone = transport.gather_json(own)
+    problems = [text for text in everyone if text]
+    if problems and is_start:
+        raise shared(RunDirectoryError(problems[0]))
+    ranks = tuple(rank for rank in owners.ranks if not everyone[rank])
+    of_rank = tuple(by if by in ranks else -1 for by in owners.of_rank)
+    return replace(owners, ranks=ranks, of_rank=of_rank), problems
 
 
 def _bring_logs(
@@ -214,15 +231,20 @@ def bring(runtime: Runtime, directory: RunDirectory, source: int, valid_to: int)
     there: list[str] = []
     if transport.rank in (source, *owners.savers):
         there = [f.name for f in listing.folders(root) if listing.step_of(f) <= valid_to]
-    have = transport.gather_json(there)
+    hint = listing.read_hint(root, "best")
+    told = transport.gather_json([there, listing.step_of(hint) if hint is not None else 0])
     messages: list[str] = []
-    for name in have[source]:
-        targets = [rank for rank in owners.savers if name not in have[rank]]
+    for name in told[source][0]:
+        targets = [rank for rank in owners.savers if name not in told[rank][0]]
         if not targets:
             continue
         where = f"{name} is copied from {owners.hosts[source]} to {owners.names(targets)}"
-        problems = _bring_one(runtime, source, targets, root, name)
+        with runtime.heartbeat.on_disk():
+            problems = _bring_one(runtime, source, targets, root, name)
         messages += [where, *problems]
+    if transport.rank in owners.savers and told[source][1]:  # or it would not be kept
+        with suppress(OSError):
+            listing.mark_best(root, told[source][1])
     return messages
 
 

@@ -200,7 +200,7 @@ def _steps(
                     "with --resume"
                 )
             if not directory.is_gone():  # else `watch` ends the run, which is saved beside it
-                directory.lock(patience_s, on_wait=heartbeat.beat)
+                directory.lock(TAKE_OVER_S if transport.rank else patience_s, heartbeat.beat)
                 if transport.rank and not directory.stores:  # it may be another run's
                     claim(directory, task, config, replace(session, resume=True))
 

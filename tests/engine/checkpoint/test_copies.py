@@ -1,0 +1,191 @@
+"""Run directories of hosts that share no disk; the hosts are threads with folders of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+from tests.thread_transport import ThreadTransport, on_ranks
+
+from lockstep.engine.checkpoint import copies as copies_module
+from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.checkpoint import listing
+from lockstep.engine.checkpoint.copies import LOGS, bring, even_out, open_directories
+from lockstep.engine.checkpoint.format import Snapshot
+from lockstep.engine.checkpoint.owners import Owners, find_owners, on_owners
+from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.runtime import Runtime
+from lockstep.errors import CheckpointError, RunDirectoryError
+
+T = TypeVar("T")
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies_module, "_PART_BYTES", 100)
+
+
+def on_hosts(num_hosts: int, folder: Path, body: Callable[[Runtime, RunDirectory], T]) -> list[T]:
+    """Runs a rank on each host, with the run directory `<folder>/<rank>`, of which two keep all."""
+
+    def rank(transport: ThreadTransport) -> T:
+        runtime = Runtime(
+            transport, torch.device("cpu"), transport.rank, "local", 0, print, lambda: None
+        )
+        directory = RunDirectory(folder / str(transport.rank))
+        directory.checkpoints.mkdir(parents=True, exist_ok=True)
+        directory.owners = find_owners(transport, directory.path, 2, is_apart=True)
+        assert directory.owners.ranks == tuple(range(num_hosts))
+        return body(runtime, directory)
+
+    return on_ranks(num_hosts, rank)
+
+
+def write(run_dir: Path, *steps: int) -> None:
+    (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+    for step in steps:
+        model = {"x": torch.full((300,), float(step))}
+        checkpoint.write(run_dir / "checkpoints", Snapshot(step, model, {}))
+
+
+def contents(run_dir: Path) -> dict[str, bytes]:
+    root = run_dir / "checkpoints"
+    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
+def test_who_sees_which_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    paths = [tmp_path / name for name in ("a", "a", "b", "file/c", "b", "a")]
+    found = on_ranks(6, lambda t: find_owners(t, paths[t.rank], 1, is_apart=True))
+    [owners] = set(found)
+    assert owners.ranks == (0, 2)
+    assert owners.savers == (0,)
+    assert owners.of_rank == (0, 0, 2, -1, 2, 0)
+    assert len(owners.problems) == 1
+    assert "file/c: cannot be made: Not a directory" in owners.problems[0]
+    assert "does not see RUN of" in owners.hint("RUN")
+    assert not [*(tmp_path / "a").iterdir()]
+    together = on_ranks(2, lambda t: find_owners(t, tmp_path / "a", 2, is_apart=True))
+    assert {owners.ranks for owners in together} == {(0,)}
+    assert "all ranks share RUN" in together[0].hint("RUN")
+    assert not Owners().hint("RUN")
+
+
+def test_all_checkpoints_and_the_best_are_copied(tmp_path: Path) -> None:
+    """Also over a damaged one; what is damaged at its source is not kept elsewhere."""
+    write(tmp_path / "0", 1, 2, 3)
+    write(tmp_path / "1", 2)
+    listing.write_hint(tmp_path / "0" / "checkpoints", "best", "step_00000001")
+    wanted = contents(tmp_path / "0")
+    told = on_hosts(3, tmp_path, lambda runtime, own: bring(runtime, own, 0, 9))
+    assert told[0] == told[1] == told[2]
+    assert ["step_00000003" in told[0][0], "step_00000001" in told[0][1]] == [True, True]
+    assert {n: c for n, c in contents(tmp_path / "1").items() if n != "latest"} == {
+        n: c for n, c in wanted.items() if n != "latest"
+    } | {n: c for n, c in contents(tmp_path / "1").items() if n.startswith("step_00000002")}
+    assert not contents(tmp_path / "2")
+    assert on_hosts(3, tmp_path, lambda runtime, own: bring(runtime, own, 0, 9)) == [[]] * 3
+
+    write(tmp_path / "0", 4)
+    model = tmp_path / "0" / "checkpoints" / "step_00000004" / "model.safetensors"
+    model.write_bytes(model.read_bytes()[:-1] + b"x")
+    told = on_hosts(3, tmp_path, lambda runtime, own: bring(runtime, own, 0, 9))
+    assert "step_00000004 is not kept there" in told[2][1]
+    assert not (tmp_path / "1" / "checkpoints" / "step_00000004").exists()
+    assert not list((tmp_path / "1" / "checkpoints").glob(".*"))
+
+
+def test_a_host_that_cannot_write_does_not_keep_others_from_it(tmp_path: Path) -> None:
+    write(tmp_path / "1", 1, 2)
+
+    def body(runtime: Runtime, own: RunDirectory) -> list[str]:
+        if runtime.transport.rank == 0:
+            own.checkpoints.rmdir()
+            own.checkpoints.touch()
+        return bring(runtime, own, 1, 9)
+
+    [told, same] = on_hosts(2, tmp_path, body)
+    assert told == same
+    assert len([text for text in told if "cannot be written: File exists" in text]) == 2
+
+
+def test_the_newest_valid_one_of_all_is_found(tmp_path: Path) -> None:
+    write(tmp_path / "0", 1, 3)
+    write(tmp_path / "1", 1, 2)
+    write(tmp_path / "2", 1)
+    root = tmp_path / "2" / "checkpoints"
+    listing.write_hint(root, "latest", "step_00000005")
+    damaged = tmp_path / "0" / "checkpoints" / "step_00000003" / "model.safetensors"
+    damaged.write_bytes(b"")
+
+    def body(runtime: Runtime, own: RunDirectory) -> tuple[int, list[str]]:
+        snapshot, _, skipped = checkpoint.newest_valid(own.checkpoints)
+        evened = even_out(runtime, own, -1 if snapshot is None else snapshot.step, skipped)
+        return evened.step, evened.reasons
+
+    [(step, reasons)] = {(s, tuple(r)) for s, r in on_hosts(3, tmp_path, body)}
+    assert step == 2
+    assert len(reasons) == 2
+    assert str(damaged) in reasons[0]
+    assert reasons[1].endswith("names step_00000005, which is missing")
+    assert checkpoint.read(tmp_path / "0" / "checkpoints" / "step_00000002").step == 2
+
+
+def test_rank_0_must_get_it(tmp_path: Path) -> None:
+    write(tmp_path / "1", 2)
+
+    def body(runtime: Runtime, own: RunDirectory) -> None:
+        if runtime.transport.rank == 0:
+            own.checkpoints.rmdir()
+            own.checkpoints.touch()
+        even_out(runtime, own, [-1, 2][runtime.transport.rank], [])
+
+    with pytest.raises(CheckpointError, match=r"cannot be written: File exists; step_00000002"):
+        on_hosts(2, tmp_path, body)
+
+
+@pytest.mark.parametrize("is_start", [True, False])
+def test_a_directory_that_cannot_be_used(tmp_path: Path, is_start: bool) -> None:
+    """At the start it is an error; later the others go on without it."""
+    write(tmp_path / "0", 1)
+    for name in LOGS:
+        (tmp_path / "0" / name).write_bytes(name.encode() * 100)
+
+    def body(runtime: Runtime, own: RunDirectory) -> tuple[list[str], bool, tuple[int, ...]]:
+        rank = runtime.transport.rank
+
+        def prepare() -> None:
+            if rank == 1:
+                raise RunDirectoryError("holds another run")
+
+        told = open_directories(runtime, own, 2, True, prepare, lambda: None, is_start)
+        return told, own.stores, own.owners.ranks
+
+    if is_start:
+        with pytest.raises(RunDirectoryError, match=r"holds another run$"):
+            on_hosts(3, tmp_path, body)
+        return
+    found = on_hosts(3, tmp_path, body)
+    assert [stores for _, stores, _ in found] == [True, False, True]
+    assert {ranks for *_, ranks in found} == {(0, 2)}
+    assert "holds another run; nothing of the run is kept there" in found[2][0][0]
+    for name in LOGS:
+        assert (tmp_path / "2" / name).read_bytes() == name.encode() * 100
+        assert not (tmp_path / "1" / name).exists()
+
+
+def test_what_one_owner_cannot_do_is_an_error_of_all(tmp_path: Path) -> None:
+    def body(runtime: Runtime, own: RunDirectory) -> int:
+        def act() -> int:
+            if runtime.transport.rank == 1:
+                raise CheckpointError("too bad")
+            return 7
+
+        assert on_owners(runtime.transport, own.owners, lambda: 7) == 7
+        return on_owners(runtime.transport, own.owners, act)
+
+    with pytest.raises(CheckpointError, match=r"^\S+: too bad$"):
+        on_hosts(2, tmp_path, body)
