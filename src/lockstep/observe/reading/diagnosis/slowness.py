@@ -208,7 +208,7 @@ def _short(session: NewestSession) -> Cause | None:
     """Ranks compute several microbatches that are so short that most of each is a fixed cost."""
     process, share, _ = session.worst("compute_s")
     count, computed = process.num_microbatches, process.num_computed
-    if count <= 1 or not computed:
+    if count <= 1 or not computed or not share:
         return None
     each = process.seconds["compute_s"] / computed
     return measured(
