@@ -29,8 +29,8 @@ def disks(tmp_path):
         run.kill_all()
 
 
-def test_a_host_is_lost_with_its_disk_and_then_all_are(tmp_path, disks, lockstep):
-    """The survivor goes on; after the end of all, its directory alone has the run."""
+def test_a_host_is_lost_with_its_disk(tmp_path, disks, lockstep):
+    """The other goes on, to the bits of one process."""
     sha = sha_alone(tmp_path, lockstep, *KEYS)
     run = disks(2, *KEYS)
     run.slow_down()
