@@ -31,7 +31,7 @@ _MARKER = re.compile(
     r"(?P<between>[^\d<\n]{0,12}?(?:\]\([^)\n]*\))?\**)"
     r"<!-- (?P<stem>[\w-]+): (?P<place>[^\n]*?) -->"
 )
-_ANY_MARKER = re.compile(r"<!-- (?:measured|[\w-]+): [^\n]*?-->")
+_ANY_MARKER = re.compile(r"<!-- (?:measured: |[\w-]+: [^\n]*? > )[^\n]*?-->")
 _LINKED_NUMBER = re.compile(r"\[\**[\d.,; ]+\**\]\([^)]*benchmarks/[\w-]+\.md[^)]*\)(?!<!--)")
 
 
@@ -76,7 +76,7 @@ def written(text: str) -> str:
     """A page with the figures that the benchmarks' files have.
 
     Raises:
-        Stale: a comment names no cell.
+        Stale: a comment names no cell, or is behind no number.
     """
 
     def figure(match: re.Match[str]) -> str:
@@ -85,6 +85,9 @@ def written(text: str) -> str:
         new = _like(match["number"], cell(match["stem"], match["place"]))
         return new + match[0][len(match["number"]) :]
 
+    apart = _ANY_MARKER.search(_MARKER.sub("", text))
+    if apart is not None:
+        raise Stale(f"{apart[0]}: is not behind a number")
     return _MARKER.sub(figure, text)
 
 
@@ -102,6 +105,8 @@ def cell(stem: str, place: str) -> float:
     title, row, *column = place.split(" > ")
     sections = json.loads(path.read_text(encoding="utf-8"))["sections"]
     section = _only(where, sections, [[s["title"]] for s in sections], title)
+    if "rows" not in section:
+        raise Stale(f"{where}: {path.name} has no tables; run its benchmark again")
     if column:
         cells = _only(where, section["rows"], section["rows"], row)
         text = _only(where, cells, [[head] for head in section["header"]], column[0])
@@ -137,7 +142,7 @@ def _like(old: str, value: float) -> str:
 
 def unmarked(text: str) -> list[str]:
     """Numbers that link to a benchmark without a comment that names their cell."""
-    return [m[0] for m in _LINKED_NUMBER.finditer(text) if not _ANY_MARKER.search(m[0])]
+    return _LINKED_NUMBER.findall(text)
 
 
 def claims() -> Iterator[Claim]:

@@ -131,6 +131,8 @@ def test_a_stale_figure_takes_the_form_of_the_old_one(
             figures.written(f"3<!-- x: {place} -->")
     with pytest.raises(figures.Stale, match=r"there is no y\.json"):
         figures.written("3<!-- y: Steps > ours > time -->")
+    with pytest.raises(figures.Stale, match=r"is not behind a number"):
+        figures.written("3 is the time of two<!-- x: Steps > ours > time -->")
     assert figures.written("in 1:51<!-- measured: y -->") == "in 1:51<!-- measured: y -->"
     link = "[4.05](docs/benchmarks/host.md)"
     assert figures.unmarked(f"{link}, {link}<!-- host: a > b -->") == [link]

@@ -57,8 +57,8 @@ class UfsConfig(TrainConfig):
     history: Files = Field(default=(), json_schema_extra=NO_OUTCOME)
     """CICE history files, names or patterns; without any files, synthetic ones with a known law."""
     synthetic: World = Field(default="exact", json_schema_extra=NO_OUTCOME)
-    """Which synthetic ones: `exact`, four days of a law without noise; `noisy`, four years of
-    months with seasons, noise, an unobserved variable, memory and thresholds."""
+    """Which synthetic ones: `exact`, without noise; `noisy`, four years of months with seasons,
+    noise, memory, thresholds and an unobserved variable."""
     atmosphere: Files = Field(default=(), json_schema_extra=NO_OUTCOME)
     """The atmosphere's files of CF pairs."""
     ocean: Files = Field(default=(), json_schema_extra=NO_OUTCOME)
