@@ -174,3 +174,26 @@ def test_axes_have_the_bits_of_one_device(
         faults = to_env([PlannedFault(1, 3)], tmp_path / "faults")
         command(*argv, "killed", "--launcher", launcher, "-n", 4, "mesh.pp=2", **faults)
         same(tmp_path / "killed", result(tmp_path / "alone"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "keys", [("bf16",), ("fp16",), ("fp16", "sharding=optimizer"), ("fp16", "sharding=gradients")]
+)
+def test_mixed_precision_has_one_loss_scale_and_the_same_bits_on_any_ranks(
+    command: Callable[..., str], tmp_path: Path, keys: tuple[str, ...]
+) -> None:
+    task = f"{HERE.parent / 'distributed' / 'tasks.py'}:Everything"
+    argv = ("-m", "lockstep", "train", task, "steps=24", "log_every=1", "device=accelerator")
+    scaled = ("precision.loss_scale=16777216", "precision.growth_interval=2")
+    ends, scales = [], []
+    for num, more in ((1, ()), (3, keys[1:])):
+        run_dir, precision = tmp_path / str(num), (f"precision.dtype={keys[0]}", *scaled, *more)
+        command(*argv, *precision, "-n", num, "--launcher", "local", "--run-dir", run_dir)
+        rows = read_events(run_dir / "events.jsonl")
+        ends.append(result(run_dir)["params_sha256"])
+        scales.append([row["loss_scale"] for row in rows if row["event"] == "StepDone"])
+    assert ends[0] == ends[1]
+    assert scales[0] == scales[1]
+    changes = {after / before for before, after in zip(scales[0], scales[0][1:], strict=False)}
+    assert changes == ({0.5, 1.0, 2.0} if keys[0] == "fp16" else {1.0})
