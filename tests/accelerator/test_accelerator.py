@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -72,7 +73,18 @@ def test_a_run_has_the_bits_of_the_cpu_and_waits_once(
     cases: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     names = ("counted", "user-sharded", "adafactor", "lbfgs", "tables", "carry", "batch-loss")
-    for name, ends in cases("cpu,accelerator,manners", *names).items():
+    found = cases("cpu,accelerator,manners", *names)
+    full, fuller = (found.pop(name)[0] for name in list(found) if name.startswith("full"))
+    assert re.match(
+        r"EnvironError: rank 0 is out of memory: hostgpu out of memory.*; held were: parameters "
+        r"0.3 MiB, gradients and their sums [\d.]+ MiB, optimizer state 0.\d MiB, activations and "
+        r"the rest [\d.]+ MiB; more microbatches",
+        full,
+    ), full
+    assert re.match(r"ConfigError: memory: a rank needs at least .*free on hostgpu:0", fuller), (
+        fuller
+    )
+    for name, ends in found.items():
         assert ends[0] == ends[1], name
         assert len(ends[0][0]) == 64, (name, ends)
     assert json.loads((tmp_path / "waits-0.json").read_text()) == {"to host": 1.0}
@@ -174,3 +186,38 @@ def test_axes_have_the_bits_of_one_device(
         faults = to_env([PlannedFault(1, 3)], tmp_path / "faults")
         command(*argv, "killed", "--launcher", launcher, "-n", 4, "mesh.pp=2", **faults)
         same(tmp_path / "killed", result(tmp_path / "alone"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "keys", [("bf16",), ("fp16",), ("fp16", "sharding=optimizer"), ("fp16", "sharding=gradients")]
+)
+def test_mixed_precision_has_one_loss_scale_and_the_same_bits_on_any_ranks(
+    command: Callable[..., str], tmp_path: Path, keys: tuple[str, ...]
+) -> None:
+    task = f"{HERE.parent / 'distributed' / 'tasks.py'}:Everything"
+    argv = ("-m", "lockstep", "train", task, "steps=24", "log_every=1", "device=accelerator")
+    scaled = ("precision.loss_scale=16777216", "precision.growth_interval=2")
+    ends, scales = [], []
+    for num, more in ((1, ()), (3, keys[1:])):
+        run_dir, precision = tmp_path / str(num), (f"precision.dtype={keys[0]}", *scaled, *more)
+        command(*argv, *precision, "-n", num, "--launcher", "local", "--run-dir", run_dir)
+        rows = read_events(run_dir / "events.jsonl")
+        ends.append(result(run_dir)["params_sha256"])
+        scales.append([row["loss_scale"] for row in rows if row["event"] == "StepDone"])
+    assert ends[0] == ends[1]
+    assert scales[0] == scales[1]
+    changes = {after / before for before, after in zip(scales[0], scales[0][1:], strict=False)}
+    assert changes == ({0.5, 1.0, 2.0} if keys[0] == "fp16" else {1.0})
+
+
+@pytest.mark.slow
+def test_a_plan_is_of_the_memory_of_devices(command: Callable[..., str], tmp_path: Path) -> None:
+    argv = ("-m", "lockstep", "plan", f"{HERE / 'train_cases.py'}:Counted", "device=accelerator")
+    keys = ("batch_size=16", "num_microbatches=2", "steps=50", "--ranks", "1,2", "--seconds", 0.2)
+    command(*argv, *keys, "--launcher", "local", "--json", "plan.json", HOSTGPU_BYTES="50000000")
+    made = json.loads((tmp_path / "plan.json").read_text())
+    assert made["facts"]["memory_bytes"] == 50_000_000
+    peaks = [row["prediction"]["peak_bytes"] for row in made["rows"]]
+    # Four times the parameters and two batches at least; hundreds of MiB of the host do not count.
+    assert all(4 * 262_000 < peak < 5_000_000 for peak in peaks), peaks

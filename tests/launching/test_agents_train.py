@@ -5,6 +5,7 @@ import sys
 import time
 
 import pytest
+from tests.accelerator import surroundings
 from tests.conftest import environment, result
 from tests.lab.agents import TASK
 from tests.launching.host.test_agents import free_port
@@ -15,17 +16,19 @@ STEPS = "steps=400"
 
 
 @pytest.mark.slow
-def test_a_training_survives_an_agent_and_takes_it_in_again(tmp_path, lockstep):
+@pytest.mark.parametrize("device", ["cpu", "accelerator"])
+def test_a_training_survives_an_agent_and_takes_it_in_again(tmp_path, lockstep, device):
+    variables = environment() if device == "cpu" else surroundings(environment(cold=True))
     (tmp_path / "slow.py").write_text(TASK)
     train = ["train", "slow.py:Slow", STEPS, "--run-dir"]
     assert lockstep(*train, "alone").returncode == 0
     (tmp_path / "slowly").touch()
     argv = [sys.executable, "-m", "lockstep", "agent", "--rendezvous", f"127.0.0.1:{free_port()}"]
-    argv += ["--hosts", "2", "--", *train, "run"]
+    argv += ["--hosts", "2", "--", *train, "run", f"device={device}"]
 
     def start():
         with (tmp_path / "said").open("ab") as said:
-            return subprocess.Popen(argv, cwd=tmp_path, env=environment(), stdout=said, stderr=said)
+            return subprocess.Popen(argv, cwd=tmp_path, env=variables, stdout=said, stderr=said)
 
     def wait_for(kind, number):
         deadline = time.monotonic() + 60

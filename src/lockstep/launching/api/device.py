@@ -69,13 +69,8 @@ def find_device(wanted: str, environment: Environment) -> torch.device:
     Raises:
         ConfigError: a GPU is wanted, and there is none for this rank.
     """
-    is_of_agent = environment.host_timeout_s > 0  # whose groups of ranks over NCCL nobody has tried
-    if is_of_agent and wanted in ("cuda", "accelerator"):
-        raise ConfigError(
-            f"device={wanted!r}: ranks of agents (`lockstep agent`, --launcher ray) compute on "
-            "CPUs; set device=cpu"
-        )
-    if wanted == "cpu" or (wanted == "auto" and is_of_agent):
+    # Hosts of agents may differ, and all ranks must take the same kind.
+    if wanted == "cpu" or (wanted == "auto" and environment.host_timeout_s > 0):
         return torch.device("cpu")
     kind, count = num_devices(wanted)
     if wanted == "auto" and count < environment.local_world_size:
@@ -117,6 +112,11 @@ def why_no_gpu(kind: str) -> str:
         return (
             f"for CUDA {built} finds no GPU ({reason}): install a build that fits the driver, or "
             "update the driver"
+        )
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return (
+            "finds no GPU, since CUDA_VISIBLE_DEVICES is empty: unset it (Ray empties it for ranks "
+            "of --launcher ray, which compute on CPUs: use `lockstep agent`)"
         )
     return "finds no GPU: see nvidia-smi and CUDA_VISIBLE_DEVICES"
 
