@@ -17,7 +17,7 @@ from lockstep.config import override
 from lockstep.engine.faults import PlannedFault, to_env
 from lockstep.errors import ConfigError
 from lockstep.launching.api import predicted
-from lockstep.launching.api.prediction import predicted_for_joiner
+from lockstep.launching.api.session import predicted_for_joiner
 from lockstep.observe import StepCost, read_events, read_result
 from lockstep.planning.measurements import Anatomy, Facts, Network, Timed
 from lockstep.planning.plan import Plan, make_plan

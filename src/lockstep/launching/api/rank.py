@@ -39,8 +39,15 @@ from lockstep.engine.runtime import (
 from lockstep.engine.task import Task, with_watched_config
 from lockstep.errors import LockstepError, RankFailure, shortened
 from lockstep.launching.api.device import naming_kernels, on_device
-from lockstep.launching.api.prediction import predicted_for_all, predicted_for_joiner
-from lockstep.launching.api.session import SESSION, Result, Session, Stopped, own_script
+from lockstep.launching.api.session import (
+    SESSION,
+    Result,
+    Session,
+    Stopped,
+    own_script,
+    predicted_for_all,
+    predicted_for_joiner,
+)  # fmt: skip
 from lockstep.launching.host.output_pump import pumped_output
 from lockstep.launching.host.parent_watch import end_with_launcher
 from lockstep.launching.host.processes import MARK
@@ -370,8 +377,7 @@ def _identity(task: Task, config: TrainConfig, session: Session) -> Identity:
 def new_run_dir(name: str) -> Path:
     """A folder below `runs/` that does not exist yet, named after the task and the time."""
     stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    path = Path("runs") / stem
-    number = 1
+    path, number = Path("runs") / stem, 1
     while path.exists():
         number += 1
         path = Path("runs") / f"{stem}-{number}"

@@ -1,4 +1,4 @@
-"""One session of a run, from a start to its end: what it is asked to do, and its result."""
+"""One session of a run: what it is asked to do, what a plan predicts for it, and its result."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ import os
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from lockstep.comm.transport import Transport
 from lockstep.config import TrainConfig
-from lockstep.config.parsing import as_type, parse_object
+from lockstep.config.parsing import as_type, parse_object, shown
+from lockstep.engine.runtime import on_first
 from lockstep.engine.task import Task
-from lockstep.errors import ConfigError, EnvironError, LockstepError
+from lockstep.errors import ConfigError, DataError, EnvironError, LockstepError
+from lockstep.observe import Predicted, StepCost, text
+
+if TYPE_CHECKING:
+    from lockstep.planning.prediction import Layout
 
 SESSION = "LOCKSTEP_SESSION"
 """Environment variable by which a launcher passes a `Session` to its ranks, as JSON."""
@@ -159,3 +165,80 @@ def own_script() -> str:
     path = getattr(sys.modules["__main__"], "__file__", None) or ""
     is_own = Path(path).is_file() and not path.endswith("ray/_private/workers/default_worker.py")
     return str(Path(path).resolve()) if is_own else ""
+
+
+def predicted(config: TrainConfig, num_ranks: int) -> Predicted | None:
+    """The prediction of the config's plan for a step; None without a plan.
+
+    Args:
+        config: config of the run, with the mesh that its ranks fill.
+        num_ranks: number of ranks that the run starts on.
+
+    Raises:
+        ConfigError: there is no such file, or it is no plan.
+    """
+    if not config.plan:
+        return None
+    from lockstep.planning.plan import read_plan
+
+    try:
+        plan = read_plan(Path(config.plan).expanduser())
+    except DataError as error:
+        raise ConfigError(
+            f"plan={shown(config.plan)}: {error}, or train without one (plan='\"\"')"
+        ) from None
+    if plan.facts.config_hash != config.hash:
+        reason = (
+            f"{config.plan} is of config {shown(plan.facts.config_hash)[1:-1]}, and this run is of "
+            f"{config.hash}: its first reports predict the later ones"
+        )
+        return Predicted(step=0, by="", cost=None, reason=reason)
+    layout = _layout(config, num_ranks)
+    row = plan.find(layout)
+    if row is None:
+        ranks = text.count(num_ranks, "rank")
+        reason = f"{config.plan} has no row for {ranks} (mesh {layout.name})"
+        return Predicted(step=0, by=config.plan, cost=None, reason=reason)
+    cost = StepCost(row.prediction.step_s, row.prediction.peak_bytes)
+    return Predicted(step=0, by=config.plan, cost=cost)
+
+
+def predicted_for_all(config: TrainConfig, transport: Transport) -> Predicted | None:
+    """The result of `predicted` on rank 0, for all ranks: each of them may become rank 0.
+
+    Only rank 0 needs the file.
+
+    Raises:
+        ConfigError: on all ranks, as for `predicted`.
+        GroupBroken: a rank has died.
+    """
+    if not config.plan:
+        return None
+
+    def found() -> dict[str, object]:
+        prediction = predicted(config, transport.size)
+        assert prediction is not None
+        return asdict(prediction)
+
+    row = on_first(transport, found)
+    return Predicted(**row | {"cost": StepCost(**row["cost"]) if row["cost"] else None})
+
+
+def predicted_for_joiner(config: TrainConfig, num_ranks: int) -> Predicted | None:
+    """As `predicted`, for a joining rank: a file that cannot be used is no error there."""
+    try:
+        return predicted(config, num_ranks)
+    except ConfigError as error:
+        return Predicted(step=0, by="", cost=None, reason=str(error))
+
+
+def _layout(config: TrainConfig, num_ranks: int) -> Layout:
+    """The layout of the run, as plans name it."""
+    from lockstep.planning.prediction import Layout
+
+    if num_ranks == 1:  # it holds everything, whatever the config says
+        return Layout(1)
+    sharding = config.sharding
+    if sharding == "none" and config.optimizer.sharded:
+        sharding = "optimizer"
+    return Layout(num_ranks, config.mesh.pp, config.mesh.tp, sharding)
