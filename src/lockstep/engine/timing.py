@@ -130,6 +130,7 @@ class Times(NamedTuple):
         num_calls: collectives, and messages sent or received; see `Traffic`.
         sent_bytes: bytes for other ranks.
         received_bytes: bytes from other ranks.
+        grad_norm: norm of the mean gradient of its own samples, of a step that is reported; else 0.
     """
 
     compute_s: float = 0.0
@@ -145,20 +146,23 @@ class Times(NamedTuple):
     num_calls: float = 0.0
     sent_bytes: float = 0.0
     received_bytes: float = 0.0
+    grad_norm: float = 0.0
 
     def plus(self, other: Times) -> Times:
-        """The sum of both; of memory, the maximum."""
+        """The sum of both; of memory, the maximum, and of gradients, the later one."""
         both = Times(*(one + more for one, more in zip(self, other, strict=True)))
         return both._replace(
             peak_bytes=max(self.peak_bytes, other.peak_bytes),
             swapped_bytes=max(self.swapped_bytes, other.swapped_bytes),
+            grad_norm=other.grad_norm,
         )
 
     def since(self, before: Times) -> Times:
-        """What was spent since `before`; of memory, the present values."""
+        """What was spent since `before`; of memory and gradients, the present values."""
         # In each step, so without a generator and `_replace`, which take three times as long.
         spent = [*map(sub, self, before)]
         spent[_PEAK], spent[_SWAPPED] = self.peak_bytes, self.swapped_bytes
+        spent[-1] = self.grad_norm
         return Times._make(spent)
 
 

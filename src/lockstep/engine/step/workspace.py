@@ -31,6 +31,7 @@ from lockstep.parallel.norm import (
     few,
     global_norm,
     in_blocks,
+    norm_of_mean,
     sharded_block_norms,
 )
 from lockstep.parallel.reduction import OrderedReduction, Way, Ways
@@ -246,6 +247,12 @@ class Workspace:
         values = torch.cat([scalars, *norms]).tolist()
         self._ahead = math.hypot(*values[len(scalars) :])
         return values[: len(scalars)]
+
+    def own_norm(self) -> float:
+        """The norm of the mean gradient of this rank's microbatches; 0 if they are not kept."""
+        if not isinstance(self.reduction, OrderedReduction) or self._transport.size == 1:
+            return 0.0
+        return norm_of_mean(self.reduction.fold.summed, len(self.slices))
 
     def norm(self) -> float:
         """The norm of the summed gradient; a collective if sharded or split."""
