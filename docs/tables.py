@@ -1,4 +1,6 @@
-"""Writes the tables of keys in docs/configuration.md: `make docs-tables`.
+"""Writes the tables of keys in docs/configuration.md, and of axes in docs/systems/index.md.
+
+`make docs-tables` does.
 
 A table stands between two comments and is made from the fields of a config class:
 
@@ -18,6 +20,26 @@ from lockstep.config.help import Group, Key, describe
 from lockstep.launching.systems import load_recipe
 
 PAGE = Path(__file__).with_name("configuration.md")
+AXES_PAGE = Path(__file__).parent / "systems" / "index.md"
+
+AXES = (
+    "mesh.pp=2",
+    "mesh.tp=2 num_shards=2",
+    "sharding=optimizer",
+    "sharding=gradients",
+    "sharding=parameters",
+)
+"""Items that cut a model over two ranks."""
+
+NO_AXES = {
+    "cifar": {"mesh.pp=2", "mesh.tp=2 num_shards=2", "sharding=parameters"},
+    "digits": set(),
+    "hrm": {"mesh.pp=2", "mesh.tp=2 num_shards=2", "sharding=parameters"},
+    "quantum": {"mesh.pp=2", "mesh.tp=2 num_shards=2", "sharding=parameters"},
+    "sketched": set(),
+    "ufs": {"mesh.pp=2", "mesh.tp=2 num_shards=2", "sharding=parameters"},
+}
+"""Those of them that a recipe refuses; a slow test starts each one of each recipe."""
 
 _BLOCK = re.compile(r"(<!-- keys: (\S+)(?: (\S+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 _HEAD = ("key", "type", "default", "hash", "meaning")
@@ -32,6 +54,19 @@ def written(page: str) -> str:
         return "\n".join([start, *lines, "", end])
 
     return _BLOCK.sub(block, page)
+
+
+def with_axes(page: str) -> str:
+    """The page of systems, with its table of axes."""
+    rows = [("recipe", *(f"`{items}`" for items in AXES)), ("---",) * (len(AXES) + 1)]
+    rows += [
+        (f"`{name}`", *("no" if items in refused else "yes" for items in AXES))
+        for name, refused in NO_AXES.items()
+    ]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return re.sub(
+        r"(<!-- axes -->\n).*?(<!-- end -->)", rf"\1\n{table}\n\n\2", page, flags=re.DOTALL
+    )
 
 
 def _core(section: str) -> list[str]:
@@ -77,4 +112,5 @@ def _cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for path, make in ((PAGE, written), (AXES_PAGE, with_axes)):
+        path.write_text(make(path.read_text(encoding="utf-8")), encoding="utf-8")

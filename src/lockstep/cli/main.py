@@ -194,6 +194,7 @@ _COMMANDS: dict[str, dict[str, tuple[Callable[..., None], str]]] = {
         "sweep": (start.sweep, "Train a grid of configs."),
         "eval": (start.evaluate, "Evaluate a checkpoint on a split."),
         "export": (start.export, "Write a trained model for other programs."),
+        "import": (start.import_, "Take over what another program has trained or configured."),
     },
     "Look": {
         "monitor": (look.monitor, "Watch runs: terminal, browser, Prometheus, alerts."),

@@ -16,15 +16,25 @@ from lockstep.errors import ConfigError
 
 _FOREIGN_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "batch_size": ("batch", "bs", "train_batch_size"),
-        "checkpoint.every": ("save_steps",),
+        "activation_checkpointing": ("gradient_checkpointing", "use_gradient_checkpointing"),
+        "batch_size": ("batch", "bs", "train_batch_size", "global_batch_size"),
+        "checkpoint.every": ("save_steps", "save_interval"),
         "clip_norm": ("clip", "grad_clip", "gradient_clip_val", "max_grad_norm"),
         "data.num_workers": ("workers",),
+        "data_dir": ("data_path",),
         "epochs": ("max_epochs", "num_epochs", "num_train_epochs"),
         "eval_every": ("eval_interval", "eval_steps"),
         "log_every": ("logging_steps",),
+        "low_rank": ("sketch_size",),
         "lr": ("learning_rate",),
-        "num_microbatches": ("accumulation_steps", "gradient_accumulation_steps"),
+        "max_segments": ("halt_max_steps",),
+        "mesh.pp": ("num_pipeline_stages", "pipeline_parallel_size"),
+        "mesh.tp": ("model_parallel_size", "tensor_parallel_size"),
+        "num_microbatches": (
+            "accumulation_steps",
+            "gradient_accumulation_steps",
+            "micro_batch_size",
+        ),
         "optimizer.name": ("optim", "optimizer"),
         "optimizer.weight_decay": ("wd",),
         "precision.dtype": ("amp", "mixed_precision", "precision"),
@@ -32,6 +42,7 @@ _FOREIGN_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "schedule.warmup_steps": ("warmup",),
         "seed": ("random_seed",),
         "steps": ("max_steps", "num_steps"),
+        "val_fraction": ("validation_split",),
     }
 )
 """Names of Lockstep's keys in other libraries, where they are not similar."""

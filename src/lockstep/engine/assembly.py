@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.config import TrainConfig
 from lockstep.data.loader import BatchSource
 from lockstep.data.sampler import BatchLayout
-from lockstep.engine.audit.constants import Constants
+from lockstep.engine.audit.lasting_values import Constants
 from lockstep.engine.audit.pass_state import PassState
 from lockstep.engine.audit.reachable import optimizers_in
 from lockstep.engine.audit.saved_state import kept_by

@@ -102,6 +102,9 @@ class RankTimes:
     """Bytes that it has given to other ranks; what an all-gather gives to each of them counts."""
     received_bytes: int = 0
     """Bytes that it has got from other ranks."""
+    grad_norm: float = 0.0
+    """Norm of the mean gradient of its own samples, before the sum over ranks, in the last of these
+    steps; 0 where a rank has no such gradient."""
 
     @property
     def memory_bytes(self) -> int:

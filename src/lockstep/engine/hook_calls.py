@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 from lockstep.config import TrainConfig
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.engine.assembly import Parts
-from lockstep.engine.audit.constants import Constants
+from lockstep.engine.audit.lasting_values import Constants
 from lockstep.engine.audit.pass_state import is_check_due
 from lockstep.engine.audit.reachable import optimizers_in
 from lockstep.engine.audit.saved_state import SavedState

@@ -167,6 +167,7 @@ class Times(NamedTuple):
         num_calls: collectives, and messages sent or received; see `Traffic`.
         sent_bytes: bytes for other ranks.
         received_bytes: bytes from other ranks.
+        grad_norm: norm of the mean gradient of its own samples, of a step that is reported; else 0.
     """
 
     compute_s: float = 0.0
@@ -185,6 +186,7 @@ class Times(NamedTuple):
     num_calls: float = 0.0
     sent_bytes: float = 0.0
     received_bytes: float = 0.0
+    grad_norm: float = 0.0
 
     @property
     def memory_bytes(self) -> int:
@@ -192,11 +194,11 @@ class Times(NamedTuple):
         return int(self.device_bytes or self.peak_bytes)
 
     def plus(self, other: Times) -> Times:
-        """The sum of both; of memory and `device_busy`, the maximum."""
+        """The sum of both; of memory and `device_busy` the maximum, of gradients the later one."""
         both = [one + more for one, more in zip(self, other, strict=True)]
         for place in _PRESENT:
             both[place] = max(self[place], other[place])
-        return Times._make(both)
+        return Times._make(both)._replace(grad_norm=other.grad_norm)
 
     def since(self, before: Times) -> Times:
         """What was spent since `before`; of memory and `device_busy`, the present values."""

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from lockstep.engine.task import Task
+    from lockstep.launching.foreign_files import ForeignFile
 
 _ENTRY_POINTS = "lockstep.systems"
 
@@ -57,11 +58,74 @@ class System:
         task: its Task class, as `module:class`. The class may keep the protocols below.
         summary: what it trains, in one line.
         commands: the subcommands that it adds.
+        originals: module that keeps the protocol `lockstep.launching.systems.ReadsOriginals`, for
+            `lockstep import`; empty if there is none.
     """
 
     task: str
     summary: str
     commands: CommandGroup | None = None
+    originals: str = ""
+
+
+@dataclass(frozen=True)
+class Original:
+    """What a system has found in a file or folder of the program that it follows.
+
+    Attributes:
+        recipe: name of the system.
+        about: what it is, in a few words.
+        lines: what it has: version, shapes, settings, metrics.
+        settings: values of the recipe's config, by key.
+        needs: keys that the file says nothing of, and that must be given as `key=value`.
+        model: from the task, with its config, to the model with the weights that were found; None
+            if there are none that fit the recipe. It needs no training data.
+        tensors: weights that fit no model of the recipe, by name.
+        step: optimizer steps that the weights have seen; 0 if that is unknown.
+        epoch: of the next step, from 0.
+        hints: lines to type next.
+    """
+
+    recipe: str
+    about: str
+    lines: Sequence[str] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    needs: Sequence[str] = ()
+    model: Callable[[Any], nn.Module] | None = None
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    step: int = 0
+    epoch: int = 0
+    hints: Sequence[str] = ()
+
+
+class ReadsOriginals(Protocol):
+    """A module that reads files of the program that a system follows; `System.originals` names it.
+
+    It must not run anything that is in them: `lockstep.launching.foreign_files` has what it needs.
+    """
+
+    @staticmethod
+    def read_original(file: ForeignFile) -> Original | None:
+        """What a file or folder has; None if it is not of this system.
+
+        Args:
+            file: the file or folder.
+
+        Raises:
+            DataError: it is of this system, and damaged or of a version that cannot be read.
+        """
+
+
+def readers_of_originals() -> Iterator[Callable[[ForeignFile], Original | None]]:
+    """The function `read_original` of each system that has one; broken systems are passed over."""
+    for name in recipe_names():
+        try:
+            place = _system(name).originals
+        except ConfigError:  # reported when the system is used by name
+            continue
+        if place:
+            with ending_at_interrupt():
+                yield cast("ReadsOriginals", importlib.import_module(place)).read_original
 
 
 def recipe_names() -> list[str]:

@@ -235,10 +235,12 @@ def shares(times: events.RankTimes) -> list[str]:
     return [f"{part / total:.0%}" if total > 0 else "-" for part in spent]
 
 
-def rank_times(step: int, times: events.RankTimes) -> str:
-    """One line for what a rank has spent its time on."""
+def rank_times(done: events.StepDone, times: events.RankTimes) -> str:
+    """One line for what a rank has spent its time on, and its gradient before and after the sum."""
     parts = "  ".join(map(" ".join, zip(KINDS_OF_WORK, shares(times), strict=True)))
-    return f"step {step:,}: rank {times.rank}: {parts}{traffic(times)}"
+    norms = f"  gradient {number(times.grad_norm)}, of all {number(done.grad_norm)}"
+    parts += traffic(times) + (norms if times.grad_norm else "")
+    return f"step {done.step:,}: rank {times.rank}: {parts}"
 
 
 def traffic(times: events.RankTimes) -> str:

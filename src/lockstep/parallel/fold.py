@@ -284,6 +284,11 @@ class Fold:
         self._early.clear()
 
     @property
+    def summed(self) -> Sequence[Row]:
+        """The rows of all nodes; none before all leaves are in."""
+        return self._rows[: len(self.nodes)] if self._next == len(self._merges) else ()
+
+    @property
     def is_last(self) -> bool:
         """Whether the next leaf is the last one."""
         return self._next == len(self._merges) - 1

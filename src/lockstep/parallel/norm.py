@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lockstep.comm.transport import Transport
-from lockstep.parallel.fold import BLOCK
+from lockstep.parallel.fold import BLOCK, Row
 from lockstep.parallel.layout import Range
 
+_AT_A_TIME = 1 << 20
+"""Elements that are added up at a time where a sum is not kept."""
 _FEW = 256
 """Numbers that Python adds up faster than torch."""
 _FEWEST_ROWS = 16
@@ -40,6 +42,22 @@ def block_norms(blocks: Tensor) -> Tensor:
     padded = pad(blocks, (0, 0, 0, _FEWEST_ROWS - num_blocks))
     norms = torch.linalg.vector_norm(padded, dim=1)
     return norms[:num_blocks]
+
+
+def norm_of_mean(rows: Sequence[Row], num_segments: int) -> float:
+    """The norm of the sum of some nodes, by their weight; 0 if there are none.
+
+    Args:
+        rows: the nodes.
+        num_segments: number of segments, from the first on, that count.
+    """
+    weight = sum(float(row.scalars[1]) for row in rows)
+    squares = 0.0
+    for segments in zip(*(row.segments[:num_segments] for row in rows), strict=True):
+        for parts in zip(*(torch.split(one, _AT_A_TIME) for one in segments), strict=True):
+            total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+            squares += float(torch.linalg.vector_norm(total)) ** 2
+    return math.sqrt(squares) / weight if weight else 0.0
 
 
 def global_norm(segments: Sequence[Tensor]) -> float:

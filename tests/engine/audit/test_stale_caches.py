@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.engine.audit.caches import Caches
+from lockstep.engine.audit.lasting_values import Caches
 from lockstep.errors import TaskError
 from lockstep.launching import api as front
 from lockstep.launching.api import Session
@@ -214,7 +214,7 @@ def test_containers_of_all_kinds_forget_and_remember() -> None:
 
 
 def test_what_is_too_large_to_be_copied_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.engine.audit.caches._MOST_BYTES", 1000)
+    monkeypatch.setattr("lockstep.engine.audit.lasting_values._MOST_BYTES", 1000)
     large, small, further = torch.zeros(1000), torch.zeros(200), torch.zeros(200)
     caches = Caches([])
     caches.note({"large": large, "small": small, "further": further})

@@ -54,8 +54,10 @@ class CentredElsewhere(Centred):
 class Tabled(Line):
     """With a table."""
 
+    lr: ClassVar[float] = 0.1
+
     def build_model(self) -> nn.Module:
-        table = ls.nn.SparseEmbedding(7, 3)
+        table = ls.nn.SparseEmbedding(7, 3, ls.optim.RowAdagrad(self.lr), std=1.0)
         return nn.ModuleDict({"table": table, "head": nn.Linear(3, 1)})
 
     def lookups(self, batch: Any) -> dict[str, Any]:
@@ -65,6 +67,12 @@ class Tabled(Line):
         x, y = batch
         rows = model["table"](torch.arange(len(x)) % 7)
         return ls.Loss((model["head"](rows) - y).square().sum(), len(x))
+
+
+class Still(Tabled):
+    """With a table whose rows do not move."""
+
+    lr: ClassVar[float] = 0.0
 
 
 @pytest.fixture(scope="module")
@@ -251,6 +259,15 @@ def test_damaged_and_exchanged_weights(tmp_path: Path, source: Path) -> None:
         ls.train(Line(config), config, run_dir=tmp_path / "other", quiet=True)
 
 
+def test_rows_of_tables_come_with_the_weights(tmp_path: Path) -> None:
+    train(tmp_path / "rows", Tabled)
+    train(tmp_path / "still", Still, from_run=tmp_path / "rows")
+    there: Any = ls.load(tmp_path / "rows", "latest", task=Tabled).model
+    here: Any = ls.load(tmp_path / "still", "latest", task=Still).model
+    assert torch.equal(there["table"].weight, here["table"].weight)
+    assert not torch.equal(there["head"].weight, here["head"].weight)
+
+
 def test_what_makes_no_sense(tmp_path: Path, source: Path, here: Any) -> None:
     with pytest.raises(ConfigError, match="from_only: names tensors of from_run"):
         train(tmp_path / "one", from_only=["a"])
@@ -262,8 +279,10 @@ def test_what_makes_no_sense(tmp_path: Path, source: Path, here: Any) -> None:
     config = LineConfig(weights_from={"only": ["a"]})
     with pytest.raises(ConfigError, match=r"weights that weights_from\.path names"):
         ls.train(Line(config), config)
-    with pytest.raises(ConfigError, match="has tables"):
+    with pytest.raises(CheckpointError, match="it has no table table"):
         train(tmp_path / "two", Tabled, from_run=source)
+    with pytest.raises(ConfigError, match="has tables"):
+        train(tmp_path / "two", Tabled, from_run=source, from_only=["head.*"])
     done = here("train", TARGET, "--from-only", "a")
     assert (done.returncode, done.stderr) == (
         2,

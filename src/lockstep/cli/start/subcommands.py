@@ -73,7 +73,10 @@ def train(
     config: Annotated[Path | None, typer.Option("--config", help="A YAML config file.")] = None,
     from_run: Annotated[
         Path | None,
-        typer.Option("--from", help="A run, or RUN/CHECKPOINT, whose weights the run starts from."),
+        typer.Option(
+            "--from",
+            help="A run, RUN/CHECKPOINT or a file as for import, with the weights to start from.",
+        ),
     ] = None,
     from_only: Annotated[
         list[str] | None,
@@ -104,10 +107,9 @@ def train(
     )
     with carried(wanted) as session:
         source = local_copy(from_run) if from_run else None
-        start = command.start_items(source, from_only or [], session.resumed)
         code = command.train(
             target,
-            [*(overrides or []), *start],
+            command.start_items(target, source, from_only or [], overrides or [], session.resumed),
             session,
             config,
             ranks=ranks,
@@ -250,3 +252,23 @@ def sweep(
     job = None if slurm is None else job_file(slurm, {})
     options = command.Options(folder, ranks, launcher, jobs, retry, dry_run, metric, job, submit)
     leave(command.sweep(target, values, options))
+
+
+def import_(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="The file or folder.")],
+    overrides: Overrides = None,
+    to: Annotated[
+        Path | None, typer.Option("--to", help="What to write; a new name if left out.")
+    ] = None,
+) -> None:
+    """Say what another program's file has, and convert it for a recipe.
+
+    Known are files of the programs that the systems follow: checkpoints, state dicts, configs,
+    statistics and datasets. Weights become a run directory, settings a config. key=value items set
+    keys of its config, such as where the data is.
+    Nothing that is in a file is run.
+    """
+    with ending_at_interrupt():
+        from lockstep.launching.api.originals import import_original
+    for line in import_original(path, to, overrides or []):
+        print(line)

@@ -175,14 +175,25 @@ def resume(
 
 
 def start_items(
-    from_run: Path | None, only: Sequence[str], run_dir: Path | None = None
+    target: str,
+    from_run: Path | None,
+    only: Sequence[str],
+    overrides: Sequence[str] = (),
+    run_dir: Path | None = None,
 ) -> list[str]:
-    """The `key=value` items for the options `--from` and `--from-only`.
+    """The `key=value` items of a run with the options `--from` and `--from-only`.
+
+    A file of another program is imported first. Where its settings are not given, they are its own.
 
     Args:
-        from_run: the run to start from, if there is one.
+        target: what is trained.
+        from_run: the run or file to start from, if there is one.
         only: patterns of the names of its tensors.
+        overrides: `key=value` items that are given.
         run_dir: directory of the run, if it is resumed.
+
+    Returns:
+        All items, `overrides` among them.
 
     Raises:
         LockstepError: there is no such checkpoint, or only the second option is given.
@@ -190,8 +201,13 @@ def start_items(
     if from_run is None:
         if only:
             raise ConfigError(f"--from-only {only[0]}: give the run with --from too")
-        return []
-    return asked_items(from_run, only, run_dir)
+        return [*overrides]
+    own: list[str] = []
+    if from_run.is_file():
+        from lockstep.launching.api.originals import imported_for
+
+        from_run, own = imported_for(target, from_run, overrides)
+    return [*own, *overrides, *asked_items(from_run, only, run_dir)]
 
 
 def steps_to_profile(is_wanted: bool, text: str | None) -> tuple[int, int] | None:

@@ -23,8 +23,8 @@ from torch import nn
 from lockstep.comm.transport import Transport
 from lockstep.data.attributes import AttributeGuard, PassAttribute
 from lockstep.data.passes import is_stream
-from lockstep.engine.audit.caches import Caches
 from lockstep.engine.audit.hidden_state import KEYS, Walk, hidden_state, module_globals
+from lockstep.engine.audit.lasting_values import Caches
 from lockstep.engine.audit.reachable import MOST_BYTES
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.task import is_part_of, is_scratch

@@ -338,6 +338,9 @@ class Checkpointer:
                 return None
             assert folder is not None
             parts, where = self._parts, str(folder)
+            if "imported" in snapshot.meta:
+                hint = "start a run with them: lockstep train RECIPE --from RUN_DIR"
+                raise CheckpointError(f"{where}: holds imported weights alone; {hint}")
             check_fits(snapshot, parts.model, where)
             _, data = check_meta(snapshot, where)
             check_data(data, parts, where)
@@ -366,8 +369,10 @@ class Checkpointer:
         self._has_saved = self._saves
         if checked is None:
             on_owners(self._transport, owners, self._directory.settle)
-            if self._config.weights_from.path:
+            if start := self._config.weights_from.path:
                 start_from(self._config.weights_from, train_step, self._transport)
+                if train_step.tables is not None:
+                    train_step.tables.load_weights(Path(start))
             return Progress()
         warnings, starts, places, asked = checked
         if self._length_reads is not None:

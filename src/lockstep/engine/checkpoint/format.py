@@ -150,6 +150,7 @@ def write(
     halfway: Callable[[], None] = lambda: None,
     share: OwnShare | None = None,
     most_bytes: int = FILE_BYTES,
+    tables: Mapping[str, Tensors] | None = None,
 ) -> tuple[Path, int]:
     """Write a checkpoint below `root`.
 
@@ -160,6 +161,7 @@ def write(
         share: files beside the snapshot's, which has no tensors of model and optimizer if these
             are among them.
         most_bytes: greatest size of the tensors in a file.
+        tables: files with rows of tables by name, where no ranks have them (`share`).
 
     Returns:
         Its folder and its size in bytes.
@@ -171,7 +173,7 @@ def write(
     temporary = share.folder if share is not None else begin(root, snapshot.step)
     try:
         files = share.entries() if share is not None else {}
-        contents: dict[str, Tensors | bytes] = {}
+        contents: dict[str, Tensors | bytes] = {**(tables or {})}
         for name, tensors in ((MODEL, snapshot.model), (OPTIMIZER, snapshot.optimizer)):
             if not files_with(name, files):
                 contents |= in_files(name, tensors, most_bytes)

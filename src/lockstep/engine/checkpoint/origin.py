@@ -25,7 +25,7 @@ from lockstep.engine.assembly import Parts
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.snapshot.resumable import SamplerMeta
-from lockstep.engine.tables.files import described
+from lockstep.engine.tables.files import check_described, described
 from lockstep.engine.tables.run_tables import tables_of
 from lockstep.engine.task.task_config import LengthReads
 from lockstep.errors import CheckpointError, ConfigError
@@ -218,11 +218,14 @@ def weights(
             f"{where}: holds other weights now than those that this run is to start from (SHA-256 "
             f"{digest[:16]}…, not {start.sha256[:16]}…); put them back, or start a new run"
         )
-    if tables_of(model):
+    tables = tables_of(model)
+    if tables and (is_of_torch or start.only):
         raise ConfigError(
-            f"{where}: the model has tables (SparseEmbedding), whose rows lie elsewhere, and a run "
-            "cannot start from another's; train it from its own start"
+            f"{where}: the model has tables (SparseEmbedding), whose rows come from a run's whole "
+            "checkpoint only; name such a one, and leave weights_from.only out"
         )
+    if tables:
+        check_described(tables, checkpoint.read_manifest(folder).get("tables", {}), where)
     # Buffers set from the data belong to this run's data, not to the other run's.
     here = {name: tensor for name, tensor in model.state_dict().items() if name not in own}
     if is_of_torch:

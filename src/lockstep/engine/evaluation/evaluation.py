@@ -16,7 +16,7 @@ from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.config import TrainConfig
 from lockstep.data.attributes import AttributeGuard
 from lockstep.data.random import data_digest
-from lockstep.engine.audit.constants import Constants
+from lockstep.engine.audit.lasting_values import Constants
 from lockstep.engine.audit.pass_state import PassState, is_check_due
 from lockstep.engine.audit.repetition import Repetition, depends_on
 from lockstep.engine.evaluation.batches import (

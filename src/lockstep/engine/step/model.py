@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from lockstep.config import TrainConfig
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.data.sampler import BatchLayout
-from lockstep.engine.audit.constants import Constants, check_aliases
+from lockstep.engine.audit.lasting_values import Constants, check_aliases
 from lockstep.engine.audit.pass_state import PassState
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.optimizer.choice import check_optimizer, default_optimizer, needs_closure

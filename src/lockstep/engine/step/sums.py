@@ -256,12 +256,15 @@ class StepSums:
             settings: digest of the optimizer's settings (`Header.settings`).
             order: digest of the order of samples (`Header.order`).
         """
-        runtime = self._runtime
+        runtime, is_reported = self._runtime, (step + 1) % self._log_every == 0
+        times = self._watch.times(is_exact=is_reported)
+        if is_reported and error is None and not self._placement.is_split:
+            times = times._replace(grad_norm=workspace.own_norm() / self._loss_scale.value)
         own = Header(
             has_failed=error is not None,
             stop_reason=runtime.stop_reason() or "",
             grows=runtime.transport.has_joiner,
-            times=self._watch.times(is_exact=(step + 1) % self._log_every == 0),
+            times=times,
             counters=tuple(self._passes.counters),
             carry_length=self._carries.copy_length if self._carries and not error else 0,
             asked=self._asked.bits if self._asked is not None else 0,

@@ -33,6 +33,7 @@ from lockstep.parallel.norm import (
     few,
     global_norm,
     in_blocks,
+    norm_of_mean,
     sharded_block_norms,
 )
 from lockstep.parallel.reduction import OrderedReduction, Way, Ways
@@ -268,6 +269,12 @@ class Workspace:
         self._fetched = values[num:rest].tolist()
         self._ahead = math.hypot(*values[rest:].tolist()) if norms else None
         return values[:num].reshape(also.shape)
+
+    def own_norm(self) -> float:
+        """The norm of the mean gradient of this rank's microbatches; 0 if they are not kept."""
+        if not isinstance(self.reduction, OrderedReduction) or self._transport.size == 1:
+            return 0.0
+        return norm_of_mean(self.reduction.fold.summed, len(self.slices))
 
     def norm(self) -> float:
         """The norm of the summed gradient; a collective if sharded or split."""

@@ -22,7 +22,13 @@ from lockstep.engine.runtime import Runtime, everywhere
 from lockstep.engine.step.memory import check_table_memory
 from lockstep.engine.tables.exchange import OwnedParts, redistribute
 from lockstep.engine.tables.files import load_tables, scattered_tables
-from lockstep.engine.tables.table import DistributedTable, Part, check_row_optimizer, widths
+from lockstep.engine.tables.table import (
+    WEIGHT,
+    DistributedTable,
+    Part,
+    check_row_optimizer,
+    widths,
+)
 from lockstep.engine.task import Task, has_lookups
 from lockstep.errors import ConfigError, TaskError
 from lockstep.nn.sparse_embedding import Fetched, SparseEmbedding
@@ -222,6 +228,14 @@ class TableStorage:
                 for owner in self._owners
             ]
         load_tables(self._placement.world, self.each, folder, is_everywhere)
+
+    def load_weights(self, folder: Path) -> None:
+        """As `load` by rank 0, without the state of the rows' optimizers; a collective."""
+        self.load(folder if self._placement.world.rank == 0 else None)
+        for table in self.each:
+            for part in table.parts:
+                for name in part.fields.keys() - {WEIGHT}:
+                    part.fields[name].zero_()
 
     @contextmanager
     def temporary(self, folder: Path | None, is_everywhere: bool) -> Iterator[None]:

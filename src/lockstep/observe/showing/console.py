@@ -275,7 +275,7 @@ class ConsoleView(Sink):
         self._print(fitted(items, self._console.width))
         if self._per_rank:
             for times in done.ranks:
-                self._print(text.rank_times(done.step, times))
+                self._print(text.rank_times(done, times))
 
     def _print_block(self, pairs: text.Pairs) -> None:
         width = self._width_to_fit()

@@ -10,4 +10,5 @@ SYSTEM = System(
         "Puzzles: make datasets, solve, view and evaluate.",
         "lockstep.systems.hrm.cli",
     ),
+    originals="lockstep.systems.hrm.reports.trained_model",
 )

@@ -81,6 +81,7 @@ SYSTEM = System(
         "Quantum transformer: predict, draw, export, study.",
         "lockstep.systems.quantum.cli",
     ),
+    originals="lockstep.systems.quantum.commands",
 )
 
 __all__ = [

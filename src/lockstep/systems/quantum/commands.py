@@ -1,4 +1,4 @@
-"""The subcommands of `lockstep quantum`: uses of a trained transformer, and studies of circuits."""
+"""The subcommands of `lockstep quantum`, and `lockstep import` of angles from elsewhere."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.events import RunStarted, StepDone
 from lockstep.engine.snapshot.restore import find_snapshot
-from lockstep.errors import ConfigError, file_errors
+from lockstep.errors import ConfigError, DataError, file_errors
+from lockstep.launching.api.originals import fill
 from lockstep.launching.api.trained import restored
+from lockstep.launching.foreign_files import ForeignFile
+from lockstep.launching.systems import Original
 from lockstep.observe import event_from_row, read_events
 from lockstep.observe.figures import check_picture, new_figure, save
 from lockstep.systems.quantum.analysis import (
@@ -108,10 +111,71 @@ def export_parameters(run_dir: Path, output: Path | None, which: str) -> list[st
                 embeddings=model.embeddings.detach().numpy(),
                 words=np.array(model.words),
             )
-        rows = training_log(read_events(run_dir / "events.jsonl"))
+        events = run_dir / "events.jsonl"  # an imported run has none
+        rows = training_log(read_events(events) if events.exists() else [])
         with replacing(log) as text:
             text.write(rows)
     return [str(path), str(log)]
+
+
+_CHECKPOINT = r"qtransformer_ckpt_epoch(\d+)\.npz"
+
+
+def read_original(file: ForeignFile) -> Original | None:
+    """The angles in a checkpoint of the MPI script, or in a file of `lockstep quantum export`.
+
+    The script's `params` are flat, V before W; its registers have two qubits each. `epoch` is the
+    last one that is done, and `random_state`, or `seed`, is that of rank 0.
+
+    Args:
+        file: `qtransformer_ckpt_epoch*.npz`, or a folder of such.
+
+    Raises:
+        DataError: it is damaged, or its numbers fit no ansatz.
+    """
+    file = file.newest(_CHECKPOINT) or file
+    arrays = file.arrays
+    if "params" not in arrays:
+        return None
+    params, words = arrays["params"], arrays.get("embeddings")
+    dim = 4 if words is None else words.shape[-1]
+    num_qubits = dim.bit_length() - 1
+    size, rest = divmod(params.size, 24 * num_qubits) if num_qubits else (0, 1)
+    if params.ndim != 1 or params.dtype.kind != "f" or rest or not size or dim != 1 << num_qubits:
+        raise DataError(
+            f"{file.path}: params is {params.dtype} {[*params.shape]}: must be 24 numbers for "
+            f"each layer and qubit of a register, of which d={dim} has {num_qubits}"
+        )
+    names = ("seed" if "seed" in arrays else "random_state", "lr", "epoch")
+    seed, lr, last = (_number(file, name) for name in names)
+    epoch = int(last) + (words is None)
+    settings = {"embedding_dim": dim, "num_layers": size, "seed": int(seed), "lr": lr}
+
+    def model(task: Quantum) -> QuantumTransformer:
+        made = task.build_model()
+        state = {"angles": torch.tensor(params).view_as(made.angles)}
+        if words is not None:
+            if made.words != arrays["words"].tolist():
+                raise DataError(f"{file.path}: words: are not those of the corpus; set corpus=FILE")
+            state["embeddings"] = torch.tensor(words)
+        fill(made, state, str(file.path))
+        return made
+
+    vectors = "not in the file, drawn from the seed" if words is None else str(len(words))
+    lines = [
+        f"two registers of {num_qubits} qubits, {size} layers: {params.size} angles",
+        f"{epoch} epochs, lr {lr:g}, seed {seed:.0f}",
+        f"vectors of words: {vectors}",
+    ]
+    about = "angles of the quantum transformer"
+    return Original("quantum", about, lines, settings, (), model, step=epoch, epoch=epoch)
+
+
+def _number(file: ForeignFile, name: str) -> float:
+    found = file.arrays.get(name)
+    if found is None or found.size != 1 or found.dtype.kind not in "iuf":
+        raise DataError(f"{file.path}: {name}: must be one number; is it of another version?")
+    return float(found.reshape(()))
 
 
 def draw(run_dir: Path, sentence: str, which: str) -> list[str]:

@@ -37,6 +37,7 @@ SYSTEM = System(
         "lockstep.systems.sketched.cli",
         is_command=True,
     ),
+    originals="lockstep.systems.sketched.networks",
 )
 
 __all__ = [

@@ -1,17 +1,23 @@
-"""The networks of the recipe: of sketched layers, and of dense ones to compare with."""
+"""The networks of the recipe: of sketched layers, of dense ones to compare with, of Panther's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.errors import DataError
+from lockstep.launching.api.originals import fill
+from lockstep.launching.foreign_files import ForeignFile
+from lockstep.launching.systems import Original
 from lockstep.nn import Pipeline, shard
-from lockstep.systems.sketched import RandomFeatureAttention, SKLinear
+from lockstep.systems.sketched import RandomFeatureAttention, SignKey, SKLinear, sign_matrix
 
 if TYPE_CHECKING:
     from lockstep.systems.sketched.task import SketchedConfig
@@ -44,7 +50,7 @@ class Layers:
         config, number = self._config, self.number()
         if config.layers == "dense" or (config.layers == "mixed" and not is_large):
             return nn.Linear(inputs, outputs)
-        return SKLinear(
+        layer = SKLinear(
             inputs,
             outputs,
             config.num_terms,
@@ -53,6 +59,11 @@ class Layers:
             layer=number,
             sketch=config.sketch,
         )
+        if config.sketch == "data":
+            for U, name in ((layer.U1, "U1"), (layer.U2, "U2")):
+                columns = range(U.shape[1])
+                U.copy_(sign_matrix(SignKey(config.seed, number, name), len(U), columns))
+        return layer
 
 
 def mlp(config: SketchedConfig, features: int, classes: int) -> nn.Sequential:
@@ -251,3 +262,144 @@ def _plan_of(chain: Sequence[tuple[str, nn.Module]]) -> dict[str, str]:
         elif not is_last:
             plan[name], is_cut = "column", True
     return plan
+
+
+_OF_PANTHER = ("S1s", "S2s", "U1s", "U2s")
+_IN_CHAIN = re.compile(r"(?:model\.)?(\d+)")
+_LEAST_SIDE, _MOST_SIDE = 4, 256
+
+
+def read_original(file: ForeignFile) -> Original | None:
+    """A state dict with Panther's `SKLinear` layers, for the recipe's perceptron if it is one.
+
+    Args:
+        file: of `torch.save`.
+
+    Raises:
+        DataError: it is damaged, or its sketched layers are of another kind.
+    """
+    state = {name.removeprefix("module."): tensor for name, tensor in file.tensors.items()}
+    names = [name.rpartition(".")[0] for name in state if name.rpartition(".")[2] == "S1s"]
+    if not names:
+        return None
+    sketched = {n: _of_panther(state, n, number, file) for number, n in enumerate(names)}
+    used = {_joined(n, part) for n in names for part in (*_OF_PANTHER, "bias")}
+    others = {name: tensor for name, tensor in state.items() if name not in used}
+    lines = [f"{name or 'one layer'}: {layer.extra_repr()}" for name, layer in sketched.items()]
+    lines += [f"{name}: {[*tensor.shape]}" for name, tensor in others.items()]
+    chain = _chain({**sketched, **_dense(others)})
+    settings = _settings(chain) if chain else {}
+    if not settings:
+        for name, layer in sketched.items():
+            others |= {_joined(name, key): tensor for key, tensor in layer.state_dict().items()}
+        about = "layers of Panther, which the recipe's networks do not have"
+        return Original("sketched", about, lines, tensors=others)
+
+    def model(task: Any) -> nn.Module:
+        net = mlp(task.config, _size(chain[0])[0], _size(chain[-1])[1])
+        own = [name for name, m in net.named_modules() if isinstance(m, nn.Linear | SKLinear)]
+        fill(
+            net,
+            {
+                _joined(name, key): tensor
+                for name, layer in zip(own, chain, strict=True)
+                for key, tensor in layer.state_dict().items()
+                if key != "sketch_key"
+            },
+            str(file.path),
+        )
+        return net
+
+    return Original("sketched", "a perceptron of Panther's layers", lines, settings, model=model)
+
+
+def _of_panther(state: Mapping[str, Tensor], name: str, number: int, file: ForeignFile) -> SKLinear:
+    """An `SKLinear` layer: S1s and U2s are [L, in, k] there, S2s and U1s [L, k, out]."""
+    parts = [state.get(_joined(name, part)) for part in _OF_PANTHER]
+    for part, tensor in zip(_OF_PANTHER, parts, strict=True):
+        if tensor is None or tensor.dim() != 3:
+            found = "is missing" if tensor is None else f"is {[*tensor.shape]}"
+            raise DataError(
+                f"{file.path}: {_joined(name, part)} {found}: only SKLinear layers are read"
+            )
+    S1, S2, U1, U2 = (tensor for tensor in parts if tensor is not None)
+    (terms, inputs, rank), bias = S1.shape, state.get(_joined(name, "bias"))
+    wanted = {"S2s": (terms, rank, S2.shape[2]), "U1s": (terms, rank, S2.shape[2])}
+    wanted |= {"U2s": (terms, inputs, rank)}
+    for part, tensor in (("S2s", S2), ("U1s", U1), ("U2s", U2)):
+        if tuple(tensor.shape) != wanted[part]:
+            raise DataError(
+                f"{file.path}: {_joined(name, part)} is {[*tensor.shape]}, must be "
+                f"{[*wanted[part]]}, by S1s; convolutions and attention are not read"
+            )
+    layer = SKLinear(
+        inputs, S2.shape[2], terms, rank, bias is not None, seed=0, layer=number, sketch="data"
+    )
+    columns = terms * rank
+    ours = {
+        "S1": S1.permute(0, 2, 1).reshape(columns, inputs),
+        "S2": S2.reshape(columns, -1),
+        # Of signs, whose size is in the layer's factor here.
+        "U1": U1.reshape(columns, -1) * math.sqrt(rank),
+        "U2": U2.permute(0, 2, 1).reshape(columns, inputs) * math.sqrt(rank),
+    }
+    if bias is not None:
+        ours["bias"] = bias
+    fill(layer, ours, f"{file.path}: {name}")
+    return layer
+
+
+def _dense(others: Mapping[str, Tensor]) -> dict[str, nn.Module]:
+    """The linear layers among tensors by name; none if there is anything else."""
+    found: dict[str, nn.Module] = {}
+    for name, weight in others.items():
+        prefix, _, part = name.rpartition(".")
+        if part == "weight" and weight.dim() == 2 and _joined(prefix, "bias") in others:
+            made = nn.Linear(weight.shape[1], weight.shape[0])
+            made.load_state_dict({"weight": weight, "bias": others[_joined(prefix, "bias")]})
+            found[prefix] = made
+    return found if 2 * len(found) == len(others) else {"": nn.Identity()}
+
+
+def _chain(layers: Mapping[str, nn.Module]) -> list[nn.Module]:
+    """The layers of an `nn.Sequential` in order, if they are such; with ReLU between them."""
+    numbers = {m[1]: layer for n, layer in layers.items() if (m := _IN_CHAIN.fullmatch(n))}
+    order = sorted(numbers, key=int)
+    if len(numbers) < max(2, len(layers)) or [*map(int, order)] != [*range(0, 2 * len(order), 2)]:
+        return []
+    chain = [numbers[number] for number in order]
+    fits = all(_size(a)[1] == _size(b)[0] for a, b in pairwise(chain))
+    return chain if fits else []
+
+
+def _settings(chain: Sequence[nn.Module]) -> dict[str, Any]:
+    """The recipe's keys for a chain of layers; none if it has no such network."""
+    sketched = [layer for layer in chain if isinstance(layer, SKLinear)]
+    features = _size(chain[0])[0]
+    side = math.isqrt(features)
+    terms, ranks = {layer.num_terms for layer in sketched}, [layer.low_rank for layer in sketched]
+    is_all = len(sketched) == len(chain)
+    is_image = side**2 == features and _LEAST_SIDE <= side <= _MOST_SIDE
+    is_usual = all(layer.low_rank <= layer.in_features for layer in sketched)
+    has_bias = all(layer.bias is not None for layer in chain)
+    is_known = len(terms) == 1 and chain[:-1] == sketched[: len(chain) - 1]
+    if not (is_image and is_usual and has_bias and is_known):
+        return {}
+    found = {
+        "layers": "sketched" if is_all else "mixed", "sketch": "data", "num_terms": terms.pop(),
+        "hidden": [_size(layer)[1] for layer in chain[:-1]], "image_size": side,
+    }  # fmt: skip
+    if len(set(ranks)) == 1:
+        return {**found, "low_rank": ranks[0]}
+    sizes = [layer.in_features for layer in sketched]
+    ratios = [min(1.0, (k + 0.5) / n) for k, n in zip(ranks, sizes, strict=True)]
+    return {**found, "sketch_ratios": ratios + [1.0] * (len(chain) - len(sketched))}
+
+
+def _size(layer: nn.Module) -> tuple[int, int]:
+    assert isinstance(layer, nn.Linear | SKLinear)
+    return layer.in_features, layer.out_features
+
+
+def _joined(prefix: str, part: str) -> str:
+    return f"{prefix}.{part}" if prefix else part

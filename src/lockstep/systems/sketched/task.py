@@ -53,8 +53,9 @@ class SketchedConfig(TrainConfig):
     eighth of the layer's input (transformer)."""
     num_terms: Positive = 1
     """Terms of a sketched layer."""
-    sketch: Literal["signs", "fold"] = "signs"
-    """What projects: dense random signs, or random signs and a fold, with half the work."""
+    sketch: Literal["signs", "fold", "data"] = "signs"
+    """What projects: dense random signs, or random signs and a fold, with half the work; `data`:
+    signs that checkpoints hold, as those of imported layers."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Part of the activations that are dropped in training."""
     image_size: Annotated[int, Field(ge=4, le=256)] = 32

@@ -8,4 +8,5 @@ SYSTEM = System(
     CommandGroup(
         "data", "Write synthetic data of the sea-ice emulator.", "lockstep.systems.ufs.cli"
     ),
+    originals="lockstep.systems.ufs.originals",
 )

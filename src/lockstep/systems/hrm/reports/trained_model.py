@@ -1,12 +1,13 @@
-"""A trained model of the recipe, and its answers after each segment."""
+"""Trained models: of a run, with its answers after each segment, and of the published code."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +23,14 @@ from lockstep.engine.snapshot.restore import find_snapshot
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.step.model import build_model
 from lockstep.errors import ConfigError, DataError
+from lockstep.launching.api.originals import fill
+from lockstep.launching.foreign_files import ForeignFile
 from lockstep.launching.rank.environment import detect
 from lockstep.launching.rank.process import num_threads
+from lockstep.launching.systems import Original
 from lockstep.systems.hrm.config import HrmConfig
-from lockstep.systems.hrm.puzzles import Indices
+from lockstep.systems.hrm.data.format import METADATA_FILE, read_dataset
+from lockstep.systems.hrm.puzzles import Indices, Puzzles
 from lockstep.systems.hrm.reasoning import ReasoningModel, halts
 from lockstep.systems.hrm.reports.rules import Kind, Tokens, kind_of
 from lockstep.systems.hrm.task import Hrm
@@ -193,3 +198,136 @@ def load_trained(run_dir: Path, which: str) -> TrainedModel:
     known = snapshot.meta["sampler"].get("task_digest")
     is_other = known is not None and task.data_digest() != known
     return TrainedModel(task, model.eval(), config, snapshot.step, kind, device, is_other)
+
+
+_NAMES = (
+    (r"^(_orig_mod\.|module\.|model\.|inner\.)*", ""),
+    (r"^([HL])_init$", r"initial_\1"),
+    (r"^embed_tokens\.embedding_weight$", "tokens.weight"),
+    (r"^lm_head\.", "answer."),
+    (r"^q_head\.", "halting."),
+    (r"^([HL])_level\.layers\.", r"\1.blocks."),
+    (r"\.self_attn\.qkv_proj\.", ".mixer.qkv."),
+    (r"\.self_attn\.o_proj\.", ".mixer.out."),
+    (r"\.mlp\.gate_up_proj\.", ".gated.gate_up."),
+    (r"\.mlp\.down_proj\.", ".gated.down."),
+)
+"""Names of the published code's tensors as patterns, and what they are called here."""
+_ROWS = "puzzle_emb.weights"
+_HEAD_DIM = 64
+_CONFIG = "all_config.yaml"
+
+
+def read_original(file: ForeignFile) -> Original | None:
+    """A checkpoint or a dataset of the published code of the hierarchical model.
+
+    Args:
+        file: `step_N`, with `all_config.yaml` beside it, a folder of such, or a dataset's folder.
+
+    Raises:
+        DataError: it is damaged, or of a version with another network.
+    """
+    if file.is_folder and (file.path / "train" / METADATA_FILE).is_file():
+        return _of_dataset(file.path)
+    file = file.newest(r"step_(\d+)") or file
+    state = {}
+    for name, tensor in file.tensors.items():
+        for pattern, ours in _NAMES:
+            name = re.sub(pattern, ours, name)
+        if not name.startswith("puzzle_emb.local"):
+            state[name] = tensor
+    if "H.blocks.0.mixer.qkv.weight" not in state:
+        return None
+    if "embed_pos.embedding_weight" in state:
+        raise DataError(f"{file.path}: has learned positions; this recipe's are rotary")
+    known = file.beside(_CONFIG)
+    settings = _settings(known.keys if known else {}, state, str(file.path))
+    rows = state.pop(_ROWS, None)
+    vocabulary = len(state.get("tokens.weight", ()))
+
+    def model(task: Hrm) -> ReasoningModel:
+        token, first = torch.zeros(1, 1, dtype=torch.uint8), np.arange(2)
+        count = 1 if rows is None else len(rows)
+        # Its weights do not depend on the length of puzzles, so these need not be there.
+        task.puzzles = {"train": Puzzles(token, token, first, first, vocabulary, first[:1], count)}
+        made = task.build_model()
+        fill(made, state, str(file.path))
+        if rows is not None and task.config.puzzle_ids:
+            cast(Any, made.puzzles).weight = rows.float()
+        return made
+
+    sizes = f"{settings['num_blocks']} blocks of {settings['dim']} each, {vocabulary} tokens"
+    source = _CONFIG if known else "not there: as published"
+    lines = [f"H and L: {sizes}; {sum(t.numel() for t in state.values()):,} numbers"]
+    lines += [f"{len(rows)} rows of puzzles of {rows.shape[1]}"] if rows is not None else []
+    lines.append(f"settings ({source}): {', '.join(f'{k}={v}' for k, v in settings.items())}")
+    step = re.fullmatch(r"step_(\d+).*", file.path.name)
+    return Original(
+        "hrm",
+        "checkpoint of the hierarchical reasoning model",
+        lines,
+        settings,
+        model=model,
+        step=int(step[1]) if step else 0,
+        hints=() if "data_dir" in settings else ["its puzzles: import again with data_dir=FOLDER"],
+    )
+
+
+def _of_dataset(folder: Path) -> Original:
+    lines = []
+    for name, split in read_dataset(folder).items():
+        about = split.metadata
+        examples = sum(len(one.inputs) for one in split.sets.values())
+        lines.append(
+            f"{name}: {examples:,} examples of {about.seq_len} tokens (of {about.vocab_size}), "
+            f"{about.total_groups:,} groups, {about.num_puzzle_identifiers:,} identifiers"
+        )
+    hints = ["is read as it is:", f"lockstep train hrm data_dir={folder}"]
+    return Original("hrm", "puzzles in the published format", lines, hints=hints)
+
+
+def _settings(config: Mapping[str, Any], state: Mapping[str, Tensor], where: str) -> dict[str, Any]:
+    """The recipe's keys for a checkpoint, by its `all_config.yaml` or else as published."""
+    dim, arch = state["H.blocks.0.mixer.qkv.weight"].shape[1], config.get("arch") or {}
+    blocks = [len({n.split(".")[2] for n in state if n.startswith(f"{m}.blocks.")}) for m in "HL"]
+    if blocks[0] != blocks[1]:
+        raise DataError(
+            f"{where}: H has {blocks[0]} blocks and L {blocks[1]}; both must have equal"
+        )
+    heads = arch.get("num_heads", dim // _HEAD_DIM)
+    segments = arch.get("halt_max_steps", 16)
+    found: dict[str, Any] = {
+        "model": "hierarchical",
+        "dim": dim,
+        "num_heads": heads,
+        "num_blocks": blocks[0],
+        "expansion": arch.get("expansion", 4.0),
+        "inner_multiple": 256,
+        "high_cycles": arch.get("H_cycles", 2),
+        "low_cycles": arch.get("L_cycles", 2),
+        "max_segments": segments,
+        "eval_segments": segments,
+        "explore": arch.get("halt_exploration_prob", 0.1),
+        "token_loss": (arch.get("loss") or {}).get("loss_type", "stablemax").split("_")[0],
+        "precision": {
+            "dtype": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[
+                arch.get("forward_dtype", "bfloat16")
+            ]
+        },
+        "ema": 0.0,
+    }
+    if _ROWS in state:
+        found |= {"puzzle_ids": True, "puzzle_dim": state[_ROWS].shape[1]}
+    for theirs, ours in {
+        "global_batch_size": "batch_size", "lr": "lr", "puzzle_emb_lr": "puzzle_lr",
+        "puzzle_emb_weight_decay": "puzzle_weight_decay", "seed": "seed", "data_path": "data_dir",
+    }.items():  # fmt: skip
+        if theirs in config:
+            found[ours] = config[theirs]
+    if "lr_warmup_steps" in config:
+        least, steps = config.get("lr_min_ratio", 1.0), config["lr_warmup_steps"]
+        found["schedule"] = {"name": "cosine", "warmup_steps": steps, "min_ratio": least}
+    if "weight_decay" in config:
+        betas = [config.get("beta1", 0.9), config.get("beta2", 0.95)]
+        found["optimizer"] = {"weight_decay": config["weight_decay"], "betas": betas}
+    return found
