@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -10,17 +11,19 @@ import pytest
 import torch
 from tests.thread_transport import ThreadTransport, on_ranks
 
+from lockstep.config import TrainConfig
 from lockstep.engine.checkpoint import copies as copies_module
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.copies import LOGS, bring, even_out, open_directories
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.owners import Owners, find_owners, on_owners
-from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.checkpoint.run_directory import Identity, RunDirectory
 from lockstep.engine.runtime import Runtime
 from lockstep.errors import CheckpointError, RunDirectoryError
 
 T = TypeVar("T")
+IDENTITY = Identity("task", TrainConfig().hash, "task.py:Task")
 
 
 @pytest.fixture(autouse=True)
@@ -189,3 +192,18 @@ def test_what_one_owner_cannot_do_is_an_error_of_all(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match=r"^\S+: too bad$"):
         on_hosts(2, tmp_path, body)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_directory_that_is_gone_is_not_made_again(tmp_path: Path, rank: int) -> None:
+    def body(runtime: Runtime, own: RunDirectory) -> tuple[tuple[int, ...], list[str]]:
+        own.describe(TrainConfig(), IDENTITY)
+        if runtime.transport.rank == rank:
+            shutil.rmtree(own.path)
+        told = open_directories(runtime, own, 1, True, lambda: None, lambda: None)
+        return own.owners.ranks, told[:1] if rank else []
+
+    [(ranks, told)] = {(ranks, tuple(told)) for ranks, told in on_hosts(3, tmp_path, body)}
+    assert not (tmp_path / str(rank)).exists()
+    assert ranks == [(0,), (0, 2)][rank]
+    assert rank == 0 or "1: was deleted, moved or replaced; nothing of the run" in told[0]

@@ -60,7 +60,8 @@ def open_directories(
         LockstepError: rank 0, or at the start any host, cannot use its directory; on all ranks.
     """
     transport = runtime.transport
-    owners = find_owners(transport, directory.path, copies, is_apart)
+    is_gone = is_apart and directory.is_gone()
+    owners = find_owners(transport, directory.path, copies, is_apart, is_gone)
     warnings: list[str] = []
     if owners.are_several or owners.problems:
         on_first(transport, prepare)
