@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import pytest
 import torch
 from tests.thread_transport import ThreadTransport, on_ranks
 
+from lockstep.config import TrainConfig
+from lockstep.config.files import open_to_read
 from lockstep.engine.checkpoint import copies as copies_module
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.copies import LOGS, bring, even_out, open_directories
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.owners import Owners, find_owners, on_owners
-from lockstep.engine.checkpoint.run_directory import RunDirectory
-from lockstep.engine.runtime import Runtime
+from lockstep.engine.checkpoint.run_directory import Identity, RunDirectory
+from lockstep.engine.runtime import ON_DISK, Runtime
 from lockstep.errors import CheckpointError, RunDirectoryError
 
 T = TypeVar("T")
+IDENTITY = Identity("task", TrainConfig().hash, "task.py:Task")
 
 
 @pytest.fixture(autouse=True)
@@ -189,3 +194,67 @@ def test_what_one_owner_cannot_do_is_an_error_of_all(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match=r"^\S+: too bad$"):
         on_hosts(2, tmp_path, body)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_directory_that_is_gone_is_not_made_again(tmp_path: Path, rank: int) -> None:
+    def body(runtime: Runtime, own: RunDirectory) -> tuple[tuple[int, ...], list[str]]:
+        own.describe(TrainConfig(), IDENTITY)
+        if runtime.transport.rank == rank:
+            shutil.rmtree(own.path)
+        told = open_directories(runtime, own, 1, True, lambda: None, lambda: None)
+        return own.owners.ranks, told[:1] if rank else []
+
+    [(ranks, told)] = {(ranks, tuple(told)) for ranks, told in on_hosts(3, tmp_path, body)}
+    assert not (tmp_path / str(rank)).exists()
+    assert ranks == [(0,), (0, 2)][rank]
+    assert rank == 0 or "1: was deleted, moved or replaced; nothing of the run" in told[0]
+
+
+def unreadable(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Have the disk fail where files of these names are."""
+
+    def opened(path: Path) -> BinaryIO:
+        if any(name in str(path) for name in names):
+            raise OSError(errno.EIO, "Input/output error")
+        return open_to_read(path)
+
+    monkeypatch.setattr(copies_module, "open_to_read", opened)
+
+
+def test_what_cannot_be_read_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for it in vain, and no watchdog takes the others for hanging."""
+    write(tmp_path / "0", 1, 2, 3)
+    unreadable(monkeypatch, "step_00000002/model")
+    states: list[int] = []
+
+    def body(runtime: Runtime, own: RunDirectory) -> list[str]:
+        state = runtime.heartbeat._memory
+        monkeypatch.setattr(copies_module, "sync", lambda path: states.append(state[1]))
+        return bring(runtime, own, 0, 9)
+
+    [told, same] = on_hosts(2, tmp_path, body)
+    assert told == same
+    assert "model.safetensors: cannot be read: Input/output error" in told[2]
+    assert "step_00000002 is not kept there" in told[3]
+    folders = [f.name for f in listing.folders(tmp_path / "1" / "checkpoints")]
+    assert folders == ["step_00000003", "step_00000001"]
+    assert {*states} == {ON_DISK}
+
+
+def test_a_history_that_cannot_be_read_is_not_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "0", 1)
+    for name in LOGS:
+        (tmp_path / "0" / name).write_bytes(name.encode() * 100)
+    unreadable(monkeypatch, LOGS[0])
+
+    def body(runtime: Runtime, own: RunDirectory) -> list[str]:
+        own.stores = runtime.transport.rank == 0
+        return open_directories(runtime, own, 2, True, lambda: None, lambda: None)
+
+    [told, same] = on_hosts(2, tmp_path, body)
+    assert told == same
+    assert f"{LOGS[0]}: cannot be read: Input/output error; the history of the run" in told[0]
+    assert not [path for path in (tmp_path / "1").iterdir() if path.is_file()]

@@ -471,3 +471,24 @@ def test_taking_the_lock_removes_leftovers_but_reports_of_hangs(tmp_path: Path) 
     directory.close()
     assert report.exists()
     assert not half.exists()
+
+
+def test_a_new_rank_0_takes_only_the_folder_of_its_run(tmp_path: Path) -> None:
+    """Reports of this session stay; what a full disk has kept from being written is written."""
+    path = used(tmp_path / "run")
+    directory = RunDirectory(path)
+    directory.hang_report(1).write_text("{}")
+    status = (path / "run.json").stat()
+    directory.open(CONFIG, identity(), resume=True, trains=True)
+    assert (path / "run.json").stat() == status  # it may be on a full disk
+    directory.close()
+    (path / "run.json").unlink()
+    directory.open(CONFIG, identity(), resume=True, trains=True)
+    assert directory.identity() == identity()
+    assert directory.hang_report(1).exists()
+    directory.close()
+    other = TrainConfig(seed=4)
+    with pytest.raises(RunDirectoryError, match="another config: seed is 3 there, 4 here"):
+        directory.open(other, identity(other), resume=True, trains=True)
+    assert directory.identity() == identity()
+    opened(path, resume=True).close()  # and it holds no lock

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import shutil
@@ -21,6 +22,7 @@ from torch.utils.data import TensorDataset
 from lockstep.comm.transport import LocalTransport
 from lockstep.config import OptimizerConfig, TrainConfig
 from lockstep.engine.assembly import Parts, assemble
+from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.checkpointer import Checkpointer
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.optimizer.choice import ELEMENTWISE
@@ -93,6 +95,17 @@ def refusal(folder: Path) -> str:
     message = str(caught.value)
     assert str(folder) in message
     return message
+
+
+def test_a_full_disk_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(root: Path, newer_than: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(listing, "set_aside", full)
+    runtime, parts = built(Everything.after_step)
+    directory = RunDirectory(folder.parents[1])
+    with pytest.raises(CheckpointError, match="cannot be written: No space left on device; make"):
+        Checkpointer(CONFIG, runtime, parts, directory, lambda _: None).resume()
 
 
 def test_a_manifest_signed_again_without_a_change_is_accepted(folder: Path, tmp_path: Path) -> None:

@@ -404,6 +404,7 @@ class Checkpointer:
 
     def _adopt(self, progress: Progress) -> None:
         """Have the directory of this process name what the run goes on from."""
-        listing.set_aside(self._root, self._root / listing.folder_name(progress.step))
-        listing.mark_best(self._root, progress.best_step)
+        with file_errors(CheckpointError, self._root, advice="make it writable, or free space"):
+            listing.set_aside(self._root, self._root / listing.folder_name(progress.step))
+            listing.mark_best(self._root, progress.best_step)
         self._directory.settle()

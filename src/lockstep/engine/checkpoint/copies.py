@@ -60,7 +60,8 @@ def open_directories(
         LockstepError: rank 0, or at the start any host, cannot use its directory; on all ranks.
     """
     transport = runtime.transport
-    owners = find_owners(transport, directory.path, copies, is_apart)
+    is_gone = is_apart and directory.is_gone()
+    owners = find_owners(transport, directory.path, copies, is_apart, is_gone)
     warnings: list[str] = []
     if owners.are_several or owners.problems:
         on_first(transport, prepare)
@@ -70,7 +71,8 @@ def open_directories(
             raise shared(RunDirectoryError(message))
         owners, problems = _tried(transport, owners, prepare, is_start)
         warnings = [f"{text}; nothing of the run is kept there" for text in elsewhere + problems]
-        warnings += _bring_logs(runtime, directory, owners, is_start)
+        with transport.observer.on_disk():
+            warnings += _bring_logs(runtime, directory, owners, is_start)
         on_first(transport, store)
         owners, problems = _tried(transport, owners, store, is_start)
         warnings += [f"{text}; nothing more of the run is kept there" for text in problems]
@@ -99,7 +101,7 @@ def _tried(
         try:
             with transport.observer.on_disk():
                 action()
-        except LockstepError as error:
+        except (LockstepError, OSError) as error:
             own = f"{socket.gethostname()}: {error}"
     everyone = transport.gather_json(own)
     problems = [text for text in everyone if text]
@@ -126,10 +128,12 @@ def _bring_logs(
     temporary = {name: temporary_beside(path / name) for name in LOGS}
     sizes = transport.gather_json({name: _size(path / name) for name in LOGS})[source]
     problem = _copy(runtime, source, targets, path, sizes, lambda name: temporary[name])
+    texts = _texts(runtime, problem)
     for name, copy in temporary.items():
         with suppress(OSError):
-            copy.unlink() if problem else copy.replace(path / name)
-    return [f"{text}; its history of the run is not whole" for text in _texts(runtime, problem)]
+            copy.unlink() if problem or texts[source] else copy.replace(path / name)
+    what = f"the history of the run is not whole on {owners.names(targets)}"
+    return [f"{text}; {what}" for text in texts if text]
 
 
 def _newest(run_dir: Path) -> int:
@@ -263,7 +267,7 @@ def _bring_one(
         try:
             temporary = checkpoint.begin(root, listing.step_of(final))
         except OSError as error:
-            problem = error.strerror or str(error)
+            problem = _unwritten(error)
     problem = _copy(runtime, source, targets, final, sizes, lambda n: temporary / n, problem)
     if transport.rank in targets and sizes and not problem:
         try:
@@ -275,11 +279,12 @@ def _bring_one(
             for file, entry in checkpoint.read_manifest(final)["files"].items():
                 verify(final / file, entry)
         except (CheckpointError, OSError) as error:
-            problem = str(error)
+            problem = _unwritten(error) if isinstance(error, OSError) else str(error)
             shutil.rmtree(final, ignore_errors=True)
     if temporary != final:
         shutil.rmtree(temporary, ignore_errors=True)
-    return [f"{text}; {name} is not kept there" for text in _texts(runtime, problem)]
+    told = [(by == source, text) for by, text in enumerate(_texts(runtime, problem)) if text]
+    return [text if is_read else f"{text}; {name} is not kept there" for is_read, text in told]
 
 
 def opened_everywhere(
@@ -314,11 +319,18 @@ class _Part(Scattered):
     def __init__(self, rank: int, path: Path, first: int, size: int) -> None:
         super().__init__(Kind(torch.uint8, torch.Size([size])), {rank: size})
         self._path, self._first = path, first
+        self.problem = ""
 
     def own(self) -> Tensor:
-        with open_to_read(self._path) as file:
-            file.seek(self._first)
-            return torch.frombuffer(bytearray(file.read(self.kind.num_bytes)), dtype=torch.uint8)
+        content = bytearray(self.kind.num_bytes)
+        try:
+            with open_to_read(self._path) as file:
+                file.seek(self._first)
+                if file.readinto(content) < len(content):
+                    raise OSError("is shorter than it was")
+        except OSError as error:  # the others wait for it, and training needs none of it
+            self.problem = f"{self._path.name}: cannot be read: {error.strerror or error}"
+        return torch.frombuffer(content, dtype=torch.uint8)
 
     def whole(self, parts: Mapping[int, Tensor]) -> Tensor:
         return next(iter(parts.values())).cpu()
@@ -345,7 +357,7 @@ def _copy(
         problem: why this rank cannot take them; empty if it can.
 
     Returns:
-        Why this rank does not have them; empty if it has them, or is not to.
+        Why this rank has not written or read them; empty if it has, or is not to.
     """
     transport = runtime.transport
     named = [
@@ -358,7 +370,7 @@ def _copy(
     stream = gathered(transport, wanted, runtime.device)
     if transport.rank not in targets:
         exhaust(stream)
-        return ""
+        return next((part.problem for part in parts if part.problem), "")
     for (name, _), content in zip(named, stream, strict=True):
         if problem:  # the others go on sending
             continue
@@ -366,11 +378,15 @@ def _copy(
             with place(name).open("ab") as file:
                 file.write(content.numpy().data)
         except OSError as error:
-            problem = error.strerror or str(error)
+            problem = _unwritten(error)
     return problem
 
 
+def _unwritten(error: OSError) -> str:
+    return f"cannot be written: {error.strerror or error}"
+
+
 def _texts(runtime: Runtime, problem: str) -> list[str]:
-    """The problems of all ranks, with the names of their hosts; a collective."""
-    own = problem and f"{socket.gethostname()}: cannot be written: {problem}"
-    return [text for text in runtime.transport.gather_json(own) if text]
+    """The problems of all ranks, with the names of their hosts, by rank; a collective."""
+    own = problem and f"{socket.gethostname()}: {problem}"
+    return list(runtime.transport.gather_json(own))

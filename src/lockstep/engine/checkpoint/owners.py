@@ -82,7 +82,9 @@ FIRST = Owners()
 """Rank 0 owns the directory that there is."""
 
 
-def find_owners(transport: Transport, path: Path, copies: int, is_apart: bool) -> Owners:
+def find_owners(
+    transport: Transport, path: Path, copies: int, is_apart: bool, is_gone: bool = False
+) -> Owners:
     """Find out which ranks see which run directory; a collective.
 
     Args:
@@ -90,11 +92,14 @@ def find_owners(transport: Transport, path: Path, copies: int, is_apart: bool) -
         path: path of the run directory on each host.
         copies: number of hosts that are to keep checkpoints.
         is_apart: whether hosts may have directories of their own.
+        is_gone: whether that of this process was deleted, moved or replaced; it stays so.
     """
     if not is_apart or transport.size == 1:
         return Owners(copies=copies)
 
     def make_mark() -> str:
+        if is_gone:
+            return ""
         try:
             path.mkdir(parents=True, exist_ok=True)
             mark, descriptor = create_beside(path / "owner")
@@ -104,7 +109,7 @@ def find_owners(transport: Transport, path: Path, copies: int, is_apart: bool) -
         return mark.name
 
     mark = on_first(transport, make_mark)
-    place, problem = _place(path, mark)
+    place, problem = _place(path, mark, is_gone)
     host, hosts = socket.gethostname(), hosts_of(transport)
     told = transport.gather_json([place, problem and f"{host}: {path}: {problem}", host])
     if transport.rank == 0 and mark:
@@ -123,12 +128,14 @@ def find_owners(transport: Transport, path: Path, copies: int, is_apart: bool) -
     return Owners(ranks, copies, of_rank, names, problems)
 
 
-def _place(path: Path, mark: str) -> tuple[str, str]:
+def _place(path: Path, mark: str, is_gone: bool) -> tuple[str, str]:
     """What tells this folder from others of its host (nothing if it is rank 0's); what is wrong."""
+    if mark and os.path.exists(path / mark):
+        return "", ""
+    if is_gone:
+        return "", "was deleted, moved or replaced"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        if mark and os.path.exists(path / mark):
-            return "", ""
         status = os.stat(path)
     except OSError as error:
         return "", f"cannot be made: {error.strerror}"

@@ -107,7 +107,9 @@ class RunDirectory:
         except (OSError, ValueError, KeyError):
             return ""
 
-    def open(self, config: TrainConfig, identity: Identity, resume: bool) -> None:
+    def open(
+        self, config: TrainConfig, identity: Identity, resume: bool, trains: bool = False
+    ) -> None:
         """Lock the folder and bind it to this config, creating it if necessary.
 
         Args:
@@ -115,6 +117,7 @@ class RunDirectory:
             identity: task, config hash and target of the run.
             resume: whether to go on from existing checkpoints; the config may then have other
                 `epochs` and `steps` than the run, and `settle` writes them when that is allowed.
+            trains: whether the run trains already, so that its reports and its length hold.
 
         Raises:
             RunDirectoryError: it cannot be written, another job uses it, it belongs to another
@@ -122,7 +125,7 @@ class RunDirectory:
         """
         self.lock()
         try:
-            self._bind(config, identity, resume)
+            self._bind(config, identity, resume, trains)
         except BaseException:
             self.close()
             raise
@@ -249,9 +252,9 @@ class RunDirectory:
         with suppress(OSError):
             self._folder = os.stat(self.path)
 
-    def _bind(self, config: TrainConfig, identity: Identity, resume: bool) -> None:
-        is_other = False
-        if (self.path / IDENTITY).exists():
+    def _bind(self, config: TrainConfig, identity: Identity, resume: bool, trains: bool) -> None:
+        is_other, is_there = False, (self.path / IDENTITY).exists()
+        if is_there:
             known = self.identity()
             is_same = (known.task, known.config_hash) == (identity.task, identity.config_hash)
             if not is_same and not self._is_begun():
@@ -283,16 +286,18 @@ class RunDirectory:
                 f"{self.name}: already holds this run up to {newest}; add --resume (in Python, "
                 "resume=True) to go on, or choose another with --run-dir"
             )
-        # Reports of earlier sessions: a process of this one with the same slot may die for another
-        # reason.
-        for report in self.path.glob(f"{_HANG_REPORT}*.json"):
-            with suppress(OSError):
-                report.unlink()
-        with suppress(OSError):
-            self.flight.begin()
         self.describe(config, identity)
-        self._is_settled = False
-        if not is_other:  # else `Checkpointer.resume` checks first whether it may be longer
+        if not trains:
+            # Of earlier sessions: a process of this one with the same slot may die for another
+            # reason.
+            for report in self.path.glob(f"{_HANG_REPORT}*.json"):
+                with suppress(OSError):
+                    report.unlink()
+            with suppress(OSError):
+                self.flight.begin()
+        # That a disk is full now is no reason to end if nothing has to be written.
+        self._is_settled = trains and is_there and not is_other
+        if trains or not is_other:  # else `Checkpointer.resume` checks first if it may be longer
             self.settle()
 
     def settle(self) -> None:

@@ -29,13 +29,7 @@ from lockstep.engine.faults import At, edited, injector
 from lockstep.engine.run.loop import Trainer, exhausted
 from lockstep.engine.run.microbatches import check_enough_left
 from lockstep.engine.run.own_loop import Step
-from lockstep.engine.runtime import (
-    Heartbeat,
-    Runtime,
-    check_can_regroup,
-    nothing_after_step,
-    on_first,
-)
+from lockstep.engine.runtime import Heartbeat, Runtime, check_can_regroup, on_first
 from lockstep.engine.task import Task, with_watched_config
 from lockstep.errors import LockstepError, RankFailure, shortened
 from lockstep.launching.api.device import advised, on_device
@@ -189,6 +183,8 @@ def _steps(
         stack.callback(hub.close)
         patience_s = TAKE_OVER_S if environment.is_one_host else _LOST_HOST_S
 
+        is_apart = not (environment.is_one_host or session.url)
+
         def claimed(patience_s: float) -> None:
             directory.lock(patience_s, heartbeat.beat)
             claim(directory, task, config, session)
@@ -201,8 +197,9 @@ def _steps(
                 )
             if not directory.is_gone():  # else `watch` ends the run, which is saved beside it
                 directory.lock(TAKE_OVER_S if transport.rank else patience_s, heartbeat.beat)
-                if transport.rank and not directory.stores:  # it may be another run's
-                    claim(directory, task, config, replace(session, resume=True))
+                if not directory.stores and (transport.rank or is_apart):  # may be another run's
+                    own = replace(session, resume=True)
+                    claim(directory, task, config, own, trains=transport.rank == 0)
 
         def store() -> None:
             if not directory.is_gone():
@@ -210,7 +207,7 @@ def _steps(
 
         opened = partial(
             open_directories, directory=directory, copies=config.checkpoint.copies, store=store,
-            is_apart=not (environment.is_one_host or session.url),
+            is_apart=is_apart,
         )  # fmt: skip
 
         told: list[str] = []
@@ -224,7 +221,7 @@ def _steps(
             with heartbeat.on_disk():
                 hub(event)
 
-        on_step: Callable[[int], None] = nothing_after_step
+        on_step: Callable[[int], None] = Runtime.on_step
         if session.profile:
             from lockstep.launching.rank.process import Profiler
 
@@ -387,13 +384,11 @@ def _directory(task: Task, session: Session, transport: Transport) -> RunDirecto
             transport.regroup()
 
 
-def claim(directory: RunDirectory, task: Task, config: TrainConfig, session: Session) -> None:
-    """Claim a run directory for a session.
-
-    Raises:
-        RunDirectoryError: see `RunDirectory.open`.
-    """
-    directory.open(config, _identity(task, config, session), session.resume)
+def claim(
+    directory: RunDirectory, task: Task, config: TrainConfig, session: Session, trains: bool = False
+) -> None:
+    """Claim a run directory for a session; see `RunDirectory.open`."""
+    directory.open(config, _identity(task, config, session), session.resume, trains)
 
 
 def _identity(task: Task, config: TrainConfig, session: Session) -> Identity:
@@ -404,6 +399,5 @@ def _identity(task: Task, config: TrainConfig, session: Session) -> Identity:
 
 def _watched_name(environment: Environment) -> str:
     """The name by which one rank of each host reports a long wait; "" for the other ranks."""
-    if environment.local_rank:
-        return ""
-    return f"rank {environment.rank} on {socket.gethostname()}"
+    name = f"rank {environment.rank} on {socket.gethostname()}"
+    return "" if environment.local_rank else name
