@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from sample_events import evaluated, finished, full_disk, joined, run_started, step_done
 
-from lockstep.engine.events import Event, Logged, RankLost, Warned
+from lockstep.engine.events import Event, Logged, RankLost, Resumed, Warned
 from lockstep.observe import EventHub, Sinks, read_events
 from lockstep.observe.storing.jsonl import EventsJsonl
 from lockstep.observe.storing.metrics_csv import MetricsCsv
@@ -190,3 +190,14 @@ def test_an_event_that_is_stored_is_not_kept_for_long() -> None:
     picture = Logged(step=1, name="map", kind="image", png=b"png")
     train(hubs, [*START, *steps(1, 500), *[picture] * 40])
     assert all(len(hub.rows()) < 50 for hub in hubs)
+
+
+def test_a_checkpoint_that_ranks_went_back_to_is_told_once(tmp_path: Path) -> None:
+    """Rank 0 has restored it, and is lost before the group is complete."""
+    first, second = desk(tmp_path), desk(tmp_path)
+    first.open()
+    resumed = Resumed(step=2, path="checkpoints/step_00000002")
+    train([first, second], [*START, *steps(1, 3), resumed])
+    second.open()
+    train([second], [run_started(step=2, continued=True), run_started(step=2), *steps(3, 3)])
+    assert rows(tmp_path).count(("Resumed", 2)) == 1

@@ -144,6 +144,7 @@ _IDENTITY: dict[str, tuple[str, ...]] = {
     "Checkpointed": ("path",),
     "Joined": ("slot", "pid"),
     "Profiled": ("path",),
+    "Resumed": ("path",),
     "Rebalanced": (),
     "RankLost": ("slot",),
     "Recovered": ("world_size",),
