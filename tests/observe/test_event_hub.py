@@ -201,3 +201,20 @@ def test_a_checkpoint_that_ranks_went_back_to_is_told_once(tmp_path: Path) -> No
     second.open()
     train([second], [run_started(step=2, continued=True), run_started(step=2), *steps(3, 3)])
     assert rows(tmp_path).count(("Resumed", 2)) == 1
+
+
+def test_steps_that_are_done_again_while_the_disk_is_full_are_not_taken_for_stored(
+    tmp_path: Path,
+) -> None:
+    """The disk is full after step 9; a loss goes back to step 5, and rank 0 is lost after step 9."""
+    first, second = desk(tmp_path), desk(tmp_path)
+    first.open()
+    train([first, second], [*START, *steps(1, 9)])
+    with full_disk((tmp_path / "events.jsonl").stat().st_size):
+        train([first, second], [step_done(10), run_started(step=5)])
+        assert first.stored == 5
+        train([first, second], [step_done(6), RankLost(step=6, slot=2, rank=2), *steps(7, 9)])
+    second.open()
+    train([second], [run_started(step=9, continued=True), *steps(10, 11)])
+    assert rows(tmp_path).count(("RankLost", 6)) == 1
+    assert [s for kind, s in rows(tmp_path) if kind == "StepDone"] == [*range(1, 12)]
