@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from sample_events import evaluated, finished, full_disk, joined, run_started, step_done
 
-from lockstep.engine.events import Event, Logged, RankLost, Resumed, Warned
+from lockstep.engine.events import Event, Logged, RankLost, Recovered, Resumed, Warned
 from lockstep.observe import EventHub, Sinks, read_events
 from lockstep.observe.storing.jsonl import EventsJsonl
 from lockstep.observe.storing.metrics_csv import MetricsCsv
@@ -218,3 +218,33 @@ def test_steps_that_are_done_again_while_the_disk_is_full_are_not_taken_for_stor
     train([second], [run_started(step=9, continued=True), *steps(10, 11)])
     assert rows(tmp_path).count(("RankLost", 6)) == 1
     assert [s for kind, s in rows(tmp_path) if kind == "StepDone"] == [*range(1, 12)]
+
+
+LOSS = [
+    RankLost(step=4, slot=2, rank=2),
+    Warned(step=4, message="a disk is full"),
+    Recovered(step=4, world_size=2, seconds=1.0, copied=False),
+]
+
+
+def test_a_loss_counts_once_where_the_next_one_goes_back_to_its_step(tmp_path: Path) -> None:
+    first, second = desk(tmp_path), desk(tmp_path)
+    first.open()
+    again = [RankLost(step=5, slot=3, rank=1), run_started(step=4), *steps(5, 5)]
+    train([first, second], [*START, *steps(1, 4), *LOSS, *steps(5, 5), *again])
+    second.open()
+    train([second], [run_started(step=5, continued=True), *steps(6, 6)])
+    found = rows(tmp_path)
+    assert [found.count((type(e).__name__, 4)) for e in LOSS] == [1, 1, 1]
+
+
+def test_a_loss_of_an_earlier_session_hides_none_of_this_one(tmp_path: Path) -> None:
+    for _ in range(2):
+        first, second = desk(tmp_path), desk(tmp_path)
+        first.open()
+        train([first, second], [joined(0, step=4), joined(1, step=4), run_started(step=4)])
+        second.open()
+        train([second], [run_started(step=4, continued=True), *LOSS, *steps(5, 5)])
+        second.close()
+    found = rows(tmp_path)
+    assert [found.count((type(e).__name__, 4)) for e in LOSS] == [2, 2, 2]
