@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 from sample_events import evaluated, finished, full_disk, joined, run_started, step_done
 
-from lockstep.engine.events import Event, Logged, RankLost, Recovered, Resumed, Warned
+from lockstep.engine.events import (
+    Event,
+    Failed,
+    Logged,
+    RankLost,
+    Recovered,
+    Resumed,
+    Warned,
+)
 from lockstep.observe import EventHub, Sinks, read_events
 from lockstep.observe.storing.jsonl import EventsJsonl
 from lockstep.observe.storing.metrics_csv import MetricsCsv
@@ -206,7 +214,7 @@ def test_a_checkpoint_that_ranks_went_back_to_is_told_once(tmp_path: Path) -> No
 def test_steps_that_are_done_again_while_the_disk_is_full_are_not_taken_for_stored(
     tmp_path: Path,
 ) -> None:
-    """The disk is full after step 9; a loss goes back to step 5, and rank 0 is lost after step 9."""
+    """The disk is full after step 9; a loss goes back to step 5; rank 0 is lost after step 9."""
     first, second = desk(tmp_path), desk(tmp_path)
     first.open()
     train([first, second], [*START, *steps(1, 9)])
@@ -248,3 +256,43 @@ def test_a_loss_of_an_earlier_session_hides_none_of_this_one(tmp_path: Path) -> 
         second.close()
     found = rows(tmp_path)
     assert [found.count((type(e).__name__, 4)) for e in LOSS] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("then", ["goes on", "says nothing", "fails", "ends"])
+@pytest.mark.parametrize("joins", [False, True])
+def test_rows_that_wait_come_before_a_step_that_is_committed_after_the_loss(
+    tmp_path: Path, joins: bool, then: str
+) -> None:
+    """The disk is full from step 4 on, rank 0 is lost in step 11, which the next one has yet to do.
+
+    That is a rank which has been there, or one that has joined and is the first of its host.
+    """
+    first, second = desk(tmp_path), desk(tmp_path)
+    first.open()
+    train([first, second], [*START, *steps(1, 3)])
+    with full_disk((tmp_path / "events.jsonl").stat().st_size):
+        train([first, second], steps(4, 10))
+    kept = second.rows()
+    if joins:
+        second = desk(tmp_path)
+    second.open(shows=False)
+    if joins:
+        second.take(kept)
+    train([second], steps(11, 11))
+    second.open()  # a further loss: it is rank 0 now
+    train([second], [evaluated(11)])
+    assert second.stored == -1
+    if then == "goes on":
+        train([second], [run_started(step=11, continued=True)])
+    elif then == "says nothing":
+        train([second], [Recovered(step=11, world_size=1, seconds=1.0, copied=False)])
+    elif then == "fails":
+        train([second], [Failed(step=11, error="RankFailure", message="no checkpoint")])
+    second.close()
+    found = rows(tmp_path)
+    assert [s for kind, s in found if kind == "StepDone"] == [*range(1, 12)]
+    assert found.count(("Evaluated", 11)) == found.count(("RunStarted", 11)) == 1
+    assert found.count(("Failed", 11)) == (then == "fails")
+    splits = curve(tmp_path)
+    assert [s for s, split in splits if split == "train"] == [*map(str, range(1, 12))]
+    assert splits.count(("11", "val")) == 1
