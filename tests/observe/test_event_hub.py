@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 from sample_events import evaluated, finished, full_disk, joined, run_started, step_done
 
-from lockstep.engine.events import Event, Logged, RankLost, Warned
+from lockstep.engine.events import (
+    Event,
+    Failed,
+    Logged,
+    RankLost,
+    Recovered,
+    Resumed,
+    Warned,
+)
 from lockstep.observe import EventHub, Sinks, read_events
 from lockstep.observe.storing.jsonl import EventsJsonl
 from lockstep.observe.storing.metrics_csv import MetricsCsv
@@ -190,3 +198,101 @@ def test_an_event_that_is_stored_is_not_kept_for_long() -> None:
     picture = Logged(step=1, name="map", kind="image", png=b"png")
     train(hubs, [*START, *steps(1, 500), *[picture] * 40])
     assert all(len(hub.rows()) < 50 for hub in hubs)
+
+
+def test_a_checkpoint_that_ranks_went_back_to_is_told_once(tmp_path: Path) -> None:
+    """Rank 0 has restored it, and is lost before the group is complete."""
+    first, second = desk(tmp_path), desk(tmp_path)
+    first.open()
+    resumed = Resumed(step=2, path="checkpoints/step_00000002")
+    train([first, second], [*START, *steps(1, 3), resumed])
+    second.open()
+    train([second], [run_started(step=2, continued=True), run_started(step=2), *steps(3, 3)])
+    assert rows(tmp_path).count(("Resumed", 2)) == 1
+
+
+def test_steps_that_are_done_again_while_the_disk_is_full_are_not_taken_for_stored(
+    tmp_path: Path,
+) -> None:
+    """The disk is full after step 9; a loss goes back to step 5; rank 0 is lost after step 9."""
+    first, second = desk(tmp_path), desk(tmp_path)
+    first.open()
+    train([first, second], [*START, *steps(1, 9)])
+    with full_disk((tmp_path / "events.jsonl").stat().st_size):
+        train([first, second], [step_done(10), run_started(step=5)])
+        assert first.stored == 5
+        train([first, second], [step_done(6), RankLost(step=6, slot=2, rank=2), *steps(7, 9)])
+    second.open()
+    train([second], [run_started(step=9, continued=True), *steps(10, 11)])
+    assert rows(tmp_path).count(("RankLost", 6)) == 1
+    assert [s for kind, s in rows(tmp_path) if kind == "StepDone"] == [*range(1, 12)]
+
+
+LOSS = [
+    RankLost(step=4, slot=2, rank=2),
+    Warned(step=4, message="a disk is full"),
+    Recovered(step=4, world_size=2, seconds=1.0, copied=False),
+]
+
+
+def test_a_loss_counts_once_where_the_next_one_goes_back_to_its_step(tmp_path: Path) -> None:
+    first, second = desk(tmp_path), desk(tmp_path)
+    first.open()
+    again = [RankLost(step=5, slot=3, rank=1), run_started(step=4), *steps(5, 5)]
+    train([first, second], [*START, *steps(1, 4), *LOSS, *steps(5, 5), *again])
+    second.open()
+    train([second], [run_started(step=5, continued=True), *steps(6, 6)])
+    found = rows(tmp_path)
+    assert [found.count((type(e).__name__, 4)) for e in LOSS] == [1, 1, 1]
+
+
+def test_a_loss_of_an_earlier_session_hides_none_of_this_one(tmp_path: Path) -> None:
+    for _ in range(2):
+        first, second = desk(tmp_path), desk(tmp_path)
+        first.open()
+        train([first, second], [joined(0, step=4), joined(1, step=4), run_started(step=4)])
+        second.open()
+        train([second], [run_started(step=4, continued=True), *LOSS, *steps(5, 5)])
+        second.close()
+    found = rows(tmp_path)
+    assert [found.count((type(e).__name__, 4)) for e in LOSS] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("then", ["goes on", "says nothing", "fails", "ends"])
+@pytest.mark.parametrize("joins", [False, True])
+def test_rows_that_wait_come_before_a_step_that_is_committed_after_the_loss(
+    tmp_path: Path, joins: bool, then: str
+) -> None:
+    """The disk is full from step 4 on, rank 0 is lost in step 11, which the next one has yet to do.
+
+    That is a rank which has been there, or one that has joined and is the first of its host.
+    """
+    first, second = desk(tmp_path), desk(tmp_path)
+    first.open()
+    train([first, second], [*START, *steps(1, 3)])
+    with full_disk((tmp_path / "events.jsonl").stat().st_size):
+        train([first, second], steps(4, 10))
+    kept = second.rows()
+    if joins:
+        second = desk(tmp_path)
+    second.open(shows=False)
+    if joins:
+        second.take(kept)
+    train([second], steps(11, 11))
+    second.open()  # a further loss: it is rank 0 now
+    train([second], [evaluated(11)])
+    assert second.stored == -1
+    if then == "goes on":
+        train([second], [run_started(step=11, continued=True)])
+    elif then == "says nothing":
+        train([second], [Recovered(step=11, world_size=1, seconds=1.0, copied=False)])
+    elif then == "fails":
+        train([second], [Failed(step=11, error="RankFailure", message="no checkpoint")])
+    second.close()
+    found = rows(tmp_path)
+    assert [s for kind, s in found if kind == "StepDone"] == [*range(1, 12)]
+    assert found.count(("Evaluated", 11)) == found.count(("RunStarted", 11)) == 1
+    assert found.count(("Failed", 11)) == (then == "fails")
+    splits = curve(tmp_path)
+    assert [s for s, split in splits if split == "train"] == [*map(str, range(1, 12))]
+    assert splits.count(("11", "val")) == 1

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.parsing import parse_object
-from lockstep.engine.events import Event, Failed, Finished, Logged, RunStarted
+from lockstep.engine.events import Event, Failed, Finished, Logged, Recovered, RunStarted
 from lockstep.engine.runtime import Backlog
 from lockstep.observe.showing.console import (
     ConsoleView,
@@ -54,9 +54,11 @@ class EventHub(Backlog):
     """Shows and stores events where it is open, on rank 0; keeps what is not stored, on all.
 
     So if rank 0 is lost, while its disk is full or before, the next one can store what it had not;
-    sinks do not store an event twice. Ranks learn in each step what rank 0 has stored, and are
-    never more than one step apart. On the first rank of a host with a run directory of its own it
-    is open, too, and only stores. Every hub measures what steps cost, and emits it before the end.
+    sinks do not store an event twice. Where it is opened in the middle of a run, it waits for the
+    `RunStarted` that says so: sinks take no step after a later one. Ranks learn in each step what
+    rank 0 has stored, and are never more than one step apart. On the first rank of a host with a
+    run directory of its own it is open, too, and only stores. Every hub measures what steps cost,
+    and emits it before the end.
 
     Args:
         open_sinks: function that opens everything that stores events, and what shows them if its
@@ -69,15 +71,17 @@ class EventHub(Backlog):
         self._shows = False
         self._kept: deque[Event] = deque()
         self._from = 0
-        self._has_begun = False
+        self._plan: RunStarted | None = None
+        self._waits = False
         self._meter = StepMeter()
 
     def open(self, shows: bool = True) -> None:
         """Store events from now on, and show them if `shows`; no-op if it does."""
         if self._shows != shows:
-            self.close()
+            self._close_sinks()
         if self._sinks is None:
             self._sinks, self._shows = self._open_sinks(shows), shows
+            self._waits = self._plan is not None
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
@@ -97,27 +101,44 @@ class EventHub(Backlog):
 
     def rows(self) -> list[str]:
         """What is kept, but for the content of pictures, each event as a line of JSON."""
-        return [dumps(row_of(event, 0.0)) for event in self._kept]
+        events = self._kept if self._plan is None else (self._plan, *self._kept)
+        return [dumps(row_of(event, 0.0)) for event in events]
 
     def take(self, rows: list[str]) -> None:
         """Keep what another rank has kept."""
         self._kept = deque(event_from_row(parse_object(row.encode())) for row in rows)
-        self._has_begun = True
+        if self._kept and isinstance(plan := self._kept[0], RunStarted):
+            self._waits |= self._plan is None
+            self._plan = plan
+            self._kept.popleft()
 
     def _take(self, event: Event) -> None:
         """Show and store an event where it is open, and keep it."""
-        if self._sinks is not None:
-            self._sinks(event)
-            if isinstance(event, RunStarted) and event.continued:
-                for missed in self._kept:
-                    self._sinks(missed)
         if isinstance(event, RunStarted):
-            if not event.continued:  # one that goes back to a checkpoint repeats later steps
-                again = self._kept if self._has_begun else ()
-                self._kept = deque(kept for kept in again if kept.step <= event.step)
-            self._has_begun = True
-        elif not isinstance(event, Predicted):  # which only the meter needs
+            self._start(event)
+            return
+        if isinstance(event, (Failed, Finished, Recovered)):
+            self._go_on(event.step)
+        if self._sinks is not None and not self._waits:
+            self._sinks(event)
+        if not isinstance(event, Predicted):  # which only the meter needs
             self._keep(event)
+
+    def _start(self, plan: RunStarted) -> None:
+        """Begin, go back to a checkpoint, or go on for a rank 0 that is lost."""
+        has_begun, self._plan, self._waits = self._plan is not None, plan, False
+        if self._sinks is not None:
+            self._sinks(plan)
+            for missed in self._kept if plan.continued else ():
+                self._sinks(missed)
+        if not plan.continued:  # one that goes back to a checkpoint repeats later steps
+            again = self._kept if has_begun else ()
+            self._kept = deque(kept for kept in again if kept.step <= plan.step)
+
+    def _go_on(self, step: int) -> None:
+        """Store what is kept if it waits still: nobody will say that another one goes on here."""
+        if self._sinks is not None and self._waits and self._plan is not None:
+            self._start(replace(self._plan, step=step, continued=True))
 
     def _keep(self, event: Event) -> None:
         oldest = min(event.step - 1, self._from)
@@ -131,6 +152,11 @@ class EventHub(Backlog):
 
     def close(self) -> None:
         """Store what is still kept."""
+        if self._kept:
+            self._go_on(self._kept[-1].step)
+        self._close_sinks()
+
+    def _close_sinks(self) -> None:
         if self._sinks is not None:
             self._sinks.close()
             self._sinks = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
-from lockstep.engine.events import Event, Warned
+from lockstep.engine.events import Event, RunStarted, Warned
 
 
 class Sink(ABC):
@@ -53,6 +53,8 @@ class Sinks(Sink):
     def __call__(self, event: Event) -> None:
         """Pass the event to all sinks."""
         self._step = event.step
+        if isinstance(event, RunStarted) and not event.continued:
+            self.stored = min(self.stored, event.step)  # later steps are done again
         stored = [self._pass(event, sink) for sink in tuple(self._sinks)]
         if all(stored):
             self.stored = event.step

@@ -144,6 +144,7 @@ _IDENTITY: dict[str, tuple[str, ...]] = {
     "Checkpointed": ("path",),
     "Joined": ("slot", "pid"),
     "Profiled": ("path",),
+    "Resumed": ("path",),
     "Rebalanced": (),
     "RankLost": ("slot",),
     "Recovered": ("world_size",),
@@ -350,14 +351,16 @@ class _Keys:
 def _keys_of_session(rows: Iterable[Mapping[str, Any]]) -> list[_Key]:
     """The keys of the rows since the start of the current session."""
     keys: list[_Key] = []
-    known = _Keys()
+    known, begins = _Keys(), False
     for row in rows:
+        # Slot 0 joins at the start of a session, and never again.
+        begins |= row["event"] == "Joined" and row.get("slot") == 0
         if row["event"] == "RunStarted" and not row.get("continued"):
-            # If it went back to a checkpoint within a session, this is not done again.
-            keys = [k for k in keys if k[0] in _OF_TRAINING and k[1] <= row["step"]]
-            known = _Keys()
-        key = known.of(row["event"], row)
-        if key is not None:
+            # If it goes back to a checkpoint within a session, this is not done again.
+            kinds = _OF_TRAINING if begins else _IDENTITY
+            keys = [k for k in keys if k[0] in kinds and k[1] <= row["step"]]
+            known, begins = _Keys(), False
+        if (key := known.of(row["event"], row)) is not None:
             keys.append(key)
     return keys
 
