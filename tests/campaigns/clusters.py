@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.cli.prove.chaos_host_faults import Faults, Kind, Struck, Undo
+from lockstep.cli.prove.chaos_host_faults import Faults, Kind, Struck, Undo, end
 from lockstep.cli.prove.chaos_hosts import Hosts
 from lockstep.errors import LaunchError
 from lockstep.launching.host.processes import children, is_alive, variable
@@ -242,8 +242,8 @@ class RayFaults(Faults):
 
     def _kill_above(self, generations: int, host: int) -> None:
         for rank in self.hosts.ranks(host):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(ancestor(rank, generations), signal.SIGKILL)
+            end(ancestor(rank, generations))
+            end(rank)
 
     def _remove(self, host: int) -> Undo:
         self.hosts.nodes.do("remove")

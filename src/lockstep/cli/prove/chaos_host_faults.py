@@ -20,7 +20,7 @@ from rich.table import Table
 
 from lockstep.cli.prove.chaos_hosts import POLL_S, Hosts
 from lockstep.errors import LaunchError, RankFailure
-from lockstep.launching.host.processes import send
+from lockstep.launching.host.processes import is_alive, send
 
 _PATIENCE_S = 90.0
 """Seconds after which nothing goes on any more: what starts imports torch, on a busy machine."""
@@ -267,9 +267,8 @@ class Faults:
         self.hosts.resume()
 
     def _kill_rank(self, host: int) -> None:
-        ranks = self.hosts.ranks(host)
-        if ranks:
-            send([self.source.choice(ranks)], signal.SIGKILL)
+        if ranks := self.hosts.ranks(host):
+            end(self.source.choice(ranks))
 
     def _kill_agent(self, host: int) -> Undo:
         self.hosts.agents[host].kill()
@@ -293,6 +292,13 @@ class Faults:
         pids = self.hosts.pids(host)
         send(pids, signal.SIGSTOP)
         return lambda: send(pids, signal.SIGCONT)
+
+
+def end(pid: int) -> None:
+    """Kill a process, and wait until it counts no longer as one that has the state of the run."""
+    send([pid], signal.SIGKILL)
+    while is_alive(pid):
+        time.sleep(POLL_S)
 
 
 def render_struck(all_struck: Sequence[Struck]) -> Table:
