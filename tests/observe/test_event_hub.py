@@ -6,7 +6,15 @@ import csv
 from pathlib import Path
 
 import pytest
-from sample_events import evaluated, finished, full_disk, joined, run_started, step_done
+from sample_events import (
+    Recorder,
+    evaluated,
+    finished,
+    full_disk,
+    joined,
+    run_started,
+    step_done,
+)
 
 from lockstep.engine.events import (
     Event,
@@ -296,3 +304,25 @@ def test_rows_that_wait_come_before_a_step_that_is_committed_after_the_loss(
     splits = curve(tmp_path)
     assert [s for s, split in splits if split == "train"] == [*map(str, range(1, 12))]
     assert splits.count(("11", "val")) == 1
+
+
+def test_what_can_never_be_stored_is_not_kept_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.observe._MOST_KEPT", 400)
+    recorder = Recorder()
+    first = EventHub(lambda _: Sinks([EventsJsonl(tmp_path / "events.jsonl"), recorder]))
+    second, third = desk(tmp_path), desk(tmp_path)
+    first.open()
+    train([first, second], [*START, *steps(1, 3)])
+    (tmp_path / "events.jsonl").unlink()
+    train([first, second], steps(4, 250))
+    third.take(second.rows())
+    train([first, second, third], steps(251, 500))
+    told = [e for e in recorder.events if isinstance(e, Warned)]
+    assert ["too many events" in e.message for e in told] == [False, True]  # the file is gone; this
+    # A step has its report, which counts for its two ranks too, and a scalar.
+    assert [len(hub.rows()) for hub in (first, second, third)] == [201, 201, 201]
+    third.open()
+    train([third], [run_started(step=500, continued=True), *steps(501, 501)])
+    assert [s for kind, s in rows(tmp_path) if kind == "StepDone"] == [*range(401, 502)]

@@ -22,7 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.parsing import parse_object
-from lockstep.engine.events import Event, Failed, Finished, Logged, Recovered, RunStarted
+from lockstep.engine.events import (
+    Event,
+    Failed,
+    Finished,
+    Logged,
+    Recovered,
+    RunStarted,
+    StepDone,
+    Warned,
+)
 from lockstep.engine.runtime import Backlog
 from lockstep.observe.showing.console import (
     ConsoleView,
@@ -50,6 +59,13 @@ __all__ = [
 ]  # fmt: skip
 
 
+_MOST_KEPT = 1 << 16
+"""Of events that cannot be stored, so many are kept; a `StepDone` counts once more for each rank.
+
+They are some 25 MB of JSON, which every joining rank gets.
+"""
+
+
 class EventHub(Backlog):
     """Shows and stores events where it is open, on rank 0; keeps what is not stored, on all.
 
@@ -57,7 +73,8 @@ class EventHub(Backlog):
     sinks do not store an event twice. Where it is opened in the middle of a run, it waits for the
     `RunStarted` that says so: sinks take no step after a later one. Ranks learn in each step what
     rank 0 has stored, and are never more than one step apart. On the first rank of a host with a
-    run directory of its own it is open, too, and only stores. Every hub measures what steps cost,
+    run directory of its own it is open, too, and only stores. Where storing fails for long, the
+    newest `_MOST_KEPT` events are kept, and rank 0 warns once. Every hub measures what steps cost,
     and emits it before the end.
 
     Args:
@@ -70,6 +87,8 @@ class EventHub(Backlog):
         self._sinks: Sinks | None = None
         self._shows = False
         self._kept: deque[Event] = deque()
+        self._weight = 0
+        self._has_warned = False
         self._from = 0
         self._plan: RunStarted | None = None
         self._waits = False
@@ -111,6 +130,7 @@ class EventHub(Backlog):
             self._waits |= self._plan is None
             self._plan = plan
             self._kept.popleft()
+        self._weight = sum(map(_weight, self._kept))
 
     def _take(self, event: Event) -> None:
         """Show and store an event where it is open, and keep it."""
@@ -134,6 +154,7 @@ class EventHub(Backlog):
         if not plan.continued:  # one that goes back to a checkpoint repeats later steps
             again = self._kept if has_begun else ()
             self._kept = deque(kept for kept in again if kept.step <= plan.step)
+            self._weight = sum(map(_weight, self._kept))
 
     def _go_on(self, step: int) -> None:
         """Store what is kept if it waits still: nobody will say that another one goes on here."""
@@ -143,12 +164,29 @@ class EventHub(Backlog):
     def _keep(self, event: Event) -> None:
         oldest = min(event.step - 1, self._from)
         while self._kept and self._kept[0].step < oldest:
-            self._kept.popleft()
+            self._drop()
         self._kept.append(event)
+        self._weight += _weight(event)
+        while self._weight > _MOST_KEPT and self._kept[0].step < event.step - 1:
+            self._drop()
+            self._warn(event.step)
         if isinstance(event, Logged) and event.png:
             shown = [(i, e) for i, e in enumerate(self._kept) if isinstance(e, Logged) and e.png]
             for i, picture in shown[:-MOST_PICTURES]:
                 self._kept[i] = replace(picture, png=b"")
+
+    def _drop(self) -> None:
+        self._weight -= _weight(self._kept.popleft())
+
+    def _warn(self, step: int) -> None:
+        """Say once where events are shown or stored that ranks do not keep all of them."""
+        if self._sinks is not None and not (self._waits or self._has_warned):
+            self._has_warned = True
+            message = (
+                f"too many events wait to be stored since step {self._from}: if rank 0 is lost, "
+                "files of the run lack the oldest of them; make room, or its files writable"
+            )
+            self._sinks(Warned(step=step, message=message))
 
     def close(self) -> None:
         """Store what is still kept."""
@@ -160,6 +198,10 @@ class EventHub(Backlog):
         if self._sinks is not None:
             self._sinks.close()
             self._sinks = None
+
+
+def _weight(event: Event) -> int:
+    return 1 + (len(event.ranks) if isinstance(event, StepDone) else 0)
 
 
 def open_sinks(
