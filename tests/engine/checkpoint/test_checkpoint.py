@@ -22,6 +22,7 @@ from lockstep.engine.checkpoint.listing import (
     bring_back,
     folder_name,
     folders,
+    mark_latest,
     read_hint,
     set_aside,
     step_of,
@@ -555,7 +556,8 @@ def test_a_hint_that_names_a_missing_folder_is_reported(tmp_path: Path) -> None:
     assert found is not None
     assert folder == tmp_path / folder_name(1)
     assert skipped == [f"{tmp_path}/latest: names step_00000002, which is missing"]
-    set_aside(tmp_path, folder)
+    assert set_aside(tmp_path, 1) == []
+    mark_latest(tmp_path, 1)
     assert newest_valid(tmp_path)[2] == []
     shutil.rmtree(folder)
     assert newest_valid(tmp_path)[2] == [

@@ -17,10 +17,11 @@ from lockstep.config.files import open_to_read
 from lockstep.engine.checkpoint import copies as copies_module
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
-from lockstep.engine.checkpoint.copies import LOGS, bring, even_out, open_directories
+from lockstep.engine.checkpoint.copies import LOGS, bring, catch_up, even_out, open_directories
 from lockstep.engine.checkpoint.format import Snapshot
-from lockstep.engine.checkpoint.owners import Owners, find_owners, on_owners
+from lockstep.engine.checkpoint.owners import Owners, find_owners, on_owners, settle
 from lockstep.engine.checkpoint.run_directory import Identity, RunDirectory
+from lockstep.engine.checkpoint.writer import prune
 from lockstep.engine.runtime import ON_DISK, Runtime
 from lockstep.errors import CheckpointError, RunDirectoryError
 
@@ -49,10 +50,10 @@ def on_hosts(num_hosts: int, folder: Path, body: Callable[[Runtime, RunDirectory
     return on_ranks(num_hosts, rank)
 
 
-def write(run_dir: Path, *steps: int) -> None:
+def write(run_dir: Path, *steps: int, value: float = 0.0) -> None:
     (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
     for step in steps:
-        model = {"x": torch.full((300,), float(step))}
+        model = {"x": torch.full((300,), value + step)}
         checkpoint.write(run_dir / "checkpoints", Snapshot(step, model, {}))
 
 
@@ -258,3 +259,53 @@ def test_a_history_that_cannot_be_read_is_not_copied(
     assert told == same
     assert f"{LOGS[0]}: cannot be read: Input/output error; the history of the run" in told[0]
     assert not [path for path in (tmp_path / "1").iterdir() if path.is_file()]
+
+
+def hints(run_dir: Path) -> list[str | None]:
+    found = [listing.hinted(run_dir / "checkpoints", name) for name in ("latest", "best")]
+    return [folder and folder.name for folder in found]
+
+
+@pytest.mark.parametrize("source", [0, 1])
+def test_what_an_earlier_run_has_left_gives_way(tmp_path: Path, source: int) -> None:
+    """Also that of the same step, and its hints, which would keep the run's from being kept."""
+    write(tmp_path / str(source), 1, 2)
+    write(tmp_path / str(1 - source), 2, 7, 8, value=0.5)
+    write(tmp_path / "2", 7, value=0.5)
+    for rank in (1 - source, 2):
+        listing.write_hint(tmp_path / str(rank) / "checkpoints", "best", "step_00000002")
+
+    def body(runtime: Runtime, own: RunDirectory) -> list[str]:
+        rank = runtime.transport.rank
+        step = 5 if rank == 0 else 0  # which a joining rank does not know
+        told = catch_up(runtime, own, step, rank != source, rank == source)
+        has_some, _ = settle(runtime.transport, own.owners, own.checkpoints, [])
+        assert has_some
+        return told
+
+    told, *_ = on_hosts(3, tmp_path, body)
+    assert "step_00000008, step_00000007: newer than step 5 of the run" in "".join(told)
+    for rank in (0, 1):
+        folders = [f.name for f in listing.folders(tmp_path / str(rank) / "checkpoints")]
+        assert folders == ["step_00000002", "step_00000001"]
+        assert hints(tmp_path / str(rank)) == ["step_00000002", None]
+    for name, content in contents(tmp_path / str(source)).items():
+        assert contents(tmp_path / str(1 - source))[name] == content
+    assert hints(tmp_path / "2") == ["step_00000002", None]
+    assert {name.partition("/")[0] for name in contents(tmp_path / "2")} == {
+        "damaged_step_00000007", "latest",
+    }  # fmt: skip
+
+
+def test_a_new_saver_keeps_the_best_checkpoint(tmp_path: Path) -> None:
+    write(tmp_path / "0", 1, 2)
+    listing.write_hint(tmp_path / "0" / "checkpoints", "best", "step_00000001")
+    on_hosts(
+        2, tmp_path, lambda runtime, own: catch_up(runtime, own, 2, False, own.path.name == "0")
+    )
+    assert hints(tmp_path / "1") == ["step_00000002", "step_00000001"]
+    write(tmp_path / "1", 3)
+    prune(tmp_path / "1" / "checkpoints", keep=1)
+    assert [f.name for f in listing.folders(tmp_path / "1" / "checkpoints")] == [
+        "step_00000003", "step_00000001",
+    ]  # fmt: skip

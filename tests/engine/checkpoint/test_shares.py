@@ -28,6 +28,7 @@ from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint import share as share_module
 from lockstep.engine.checkpoint.checkpointer import Checkpointer
 from lockstep.engine.checkpoint.format import Snapshot
+from lockstep.engine.checkpoint.owners import find_owners
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.checkpoint.share import GatheringFailed, GivenUp, Held, OwnShare
 from lockstep.engine.checkpoint.tensor_files import Kind, in_memory
@@ -65,9 +66,9 @@ class Rank:
         cpu = torch.device("cpu")
         runtime = Runtime(transport, cpu, transport.rank, "python", 0, self.events.append, nothing)
         self.parts: Parts = assemble(made(), config, runtime)
-        directory = RunDirectory(root)
-        directory.checkpoints.mkdir(parents=True, exist_ok=True)
-        self.saver = Checkpointer(config, runtime, self.parts, directory, lambda folder: None)
+        self.directory = RunDirectory(root)
+        self.directory.checkpoints.mkdir(parents=True, exist_ok=True)
+        self.saver = Checkpointer(config, runtime, self.parts, self.directory, lambda folder: None)
 
     def train(self, first: int, last: int) -> None:
         mesh = self.parts.placement.mesh
@@ -355,3 +356,25 @@ def test_transformers_reads_the_files(tmp_path: Path) -> None:
     third = transformers.GPT2LMHeadModel.from_pretrained(folder)
     for made in (other, third):
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in made.state_dict().items())
+
+
+def test_a_host_without_checkpoints_knows_at_once_that_there_is_one(tmp_path: Path) -> None:
+    """Else a start on it alone would take the run for a new one."""
+
+    def body(transport: ThreadTransport) -> None:
+        rank = Rank(transport, tmp_path / str(transport.rank))
+        path, root = rank.directory.path, rank.directory.checkpoints
+        rank.directory.owners = find_owners(transport, path, 1, is_apart=True)
+        rank.train(0, 2)
+        rank.saver.save(Progress(step=2))
+        wanted = root / "step_00000002"
+        assert listing.hinted(root, "latest") == wanted
+        if transport.rank:  # as on the disk of a host that joins
+            (root / "latest").unlink()
+        rank.saver.regroup(2)
+        assert listing.hinted(root, "latest") == wanted
+        assert listing.missing(root, "latest") == (
+            [f"{root}/latest: names step_00000002, which is missing"] if transport.rank else []
+        )
+
+    on_ranks(2, body)

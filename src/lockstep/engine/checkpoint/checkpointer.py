@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,14 +13,9 @@ from lockstep.engine.assembly import Parts
 from lockstep.engine.audit.pass_state import differing
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
-from lockstep.engine.checkpoint.copies import (
-    bring,
-    even_out,
-    opened_everywhere,
-    settle,
-)
+from lockstep.engine.checkpoint.copies import catch_up, even_out, opened_everywhere
 from lockstep.engine.checkpoint.origin import check_data, manifest_of
-from lockstep.engine.checkpoint.owners import on_owners
+from lockstep.engine.checkpoint.owners import on_owners, settle
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.checkpoint.share import Files, files_of
 from lockstep.engine.checkpoint.writer import AsyncWriter
@@ -77,6 +71,8 @@ class Checkpointer:
         self._writer = self._new_writer()
         self._saved_step = -1
         self._is_shared = self._is_cut_short = self._has_saved = False
+        self._is_kept = False  # whether its directory was the run's in the last group
+        self._is_known = False  # whether all owners know that there is a checkpoint
         self._problems: list[str] = []
 
     @property
@@ -123,12 +119,9 @@ class Checkpointer:
             with self._runtime.heartbeat.in_user_code():
                 self._on_written(Path(event.path))
 
-    def _warn(self, step: int, message: str) -> None:
-        self._runtime.emit(Warned(step=step, message=message))
-
-    def _warn_of(self, messages: Sequence[str]) -> None:
+    def _warn(self, step: int, *messages: str) -> None:
         for message in messages:
-            self._warn(max(0, self._saved_step), message)
+            self._runtime.emit(Warned(step=max(0, step), message=message))
 
     def save(self, progress: Progress, best: bool = False) -> None:
         """Copy the state, and write it while training goes on; once for each step.
@@ -172,28 +165,23 @@ class Checkpointer:
             meta = manifest_of(self._config, self._transport, self._parts, reads, step)
         if owners.are_several:  # so that copies are the same to the byte
             meta = self._transport.gather_json(meta)[0]
-        if self._saves:
+        # A writer would create the folder of a run again that is gone, and `rescue` comes first.
+        if self._saves and not self._directory.is_gone():
             if train_step.carries is not None:
                 meta["carry"] = structures
             make = capture(train_step, progress, meta, state, is_scattered)
-        # A writer would create the folder of a run again that is gone, and `rescue` comes first.
-        is_gone = self._saves and self._directory.is_gone()
         if files:
             self._is_shared = self._writer.save_together(
-                self._transport,
-                None if is_gone else make,
-                files,
-                train_step.flat.flats[0].device,
-                progress.step,
-                best,
-                started,
+                self._transport, make, files, train_step.flat.flats[0].device,
+                progress.step, best, started,
                 in_background=not train_step.is_streamed and train_step.tables is None,
                 owners=owners,
-            )
-        elif make is not None and not is_gone:
+            )  # fmt: skip
+        elif make is not None:
             self._writer.save(make, best, started)
         self._is_shared |= owners.are_several
-        if best and self._transport.can_regroup and self._transport.size > 1:
+        is_first = not self._is_known and owners.ranks != owners.savers
+        if is_first or (best and self._transport.can_regroup and self._transport.size > 1):
             # If this rank dies, the others write it again; but they no longer could once they
             # have done the next step, which they can't do without this rank.
             self._settle()
@@ -217,11 +205,18 @@ class Checkpointer:
         if self._directory.owners.are_several:
             if self._saves:
                 self._writer.wait()
-            told = settle(self._transport, self._directory, self._saved_step, self._problems)
-            self._warn_of(told)
+            self._note_newest()
 
-    def regroup(self) -> bool:
+    def _note_newest(self) -> None:
+        owners = self._directory.owners
+        self._is_known, told = settle(self._transport, owners, self._root, self._problems)
+        self._warn(self._saved_step, *told)
+
+    def regroup(self, step: int) -> bool:
         """Go on in another group; a collective.
+
+        Args:
+            step: committed steps.
 
         Returns:
             Whether a lost rank may not have written its share of the last checkpoint.
@@ -229,13 +224,17 @@ class Checkpointer:
         self._is_cut_short |= self._is_shared and self._saves and self._writer.is_writing
         self._writer.give_up()
         self._is_shared = False
-        told = self._transport.gather_json(
-            [self._is_cut_short, self._saves and not self._has_saved]
-        )
-        if self._directory.owners.are_several and any(is_new for _, is_new in told):
+        owners, rank = self._directory.owners, self._transport.rank
+        is_new = rank in owners.ranks and not self._is_kept
+        lacks = is_new or (owners.are_several and self._saves and not self._has_saved)
+        told = self._transport.gather_json([self._is_cut_short, lacks])
+        if any(lacks for _, lacks in told):
             self._writer.wait()
-            self._warn_of(bring(self._runtime, self._directory, 0, sys.maxsize))
-        self._has_saved = self._saves
+            saved = self._has_saved
+            self._warn(step, *catch_up(self._runtime, self._directory, step, is_new, saved))
+        self._has_saved, self._is_kept = self._saves, owners.of(rank) >= 0
+        if owners.are_several:
+            self._note_newest()
         return any(is_cut_short for is_cut_short, _ in told)
 
     def forget(self) -> None:
@@ -323,7 +322,7 @@ class Checkpointer:
             evened = even_out(self._runtime, self._directory, step, skipped)
             if self._runtime.is_first and step < evened.step:
                 read()
-            self._warn_of(evened.copied)
+            self._warn(self._saved_step, *evened.copied)
             instead, skipped = evened.name, evened.reasons
 
         def check() -> tuple[list[str], Sequence[int], Sequence[Any], list[str] | None] | None:
@@ -366,7 +365,8 @@ class Checkpointer:
 
         checked = on_first(self._transport, check)
         train_step = self._parts.train_step
-        self._has_saved = self._saves
+        self._has_saved, self._is_kept = self._saves, owners.of(self._transport.rank) >= 0
+        self._is_known = checked is not None
         if checked is None:
             on_owners(self._transport, owners, self._directory.settle)
             if start := self._config.weights_from.path:
@@ -395,9 +395,8 @@ class Checkpointer:
         if train_step.tables is not None:
             where = opened.folder if opened is not None else folder
             train_step.tables.load(where, opened is not None)
-        for message in [f"{reason}; {instead} is used" for reason in skipped] + warnings:
-            if message:
-                self._warn(progress.step, message)
+        told = [f"{reason}; {instead} is used" for reason in skipped] + warnings
+        self._warn(progress.step, *filter(None, told))
         self._runtime.emit(Resumed(step=progress.step, path=str(folder), skipped=tuple(skipped)))
         self._saved_step = progress.step
         return progress
@@ -405,6 +404,7 @@ class Checkpointer:
     def _adopt(self, progress: Progress) -> None:
         """Have the directory of this process name what the run goes on from."""
         with file_errors(CheckpointError, self._root, advice="make it writable, or free space"):
-            listing.set_aside(self._root, self._root / listing.folder_name(progress.step))
+            listing.set_aside(self._root, progress.step)
+            listing.mark_latest(self._root, progress.step)
             listing.mark_best(self._root, progress.best_step)
         self._directory.settle()

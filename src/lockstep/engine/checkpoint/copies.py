@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import shutil
 import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from lockstep.comm.transport import Transport
 from lockstep.config.files import open_to_read, sync_folder, temporary_beside
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
-from lockstep.engine.checkpoint.owners import Owners, find_owners
+from lockstep.engine.checkpoint.owners import Owners, find_owners, tried
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.checkpoint.share import Scattered, exhaust, gathered
 from lockstep.engine.checkpoint.tensor_files import Kind, sync, verify
@@ -69,12 +69,12 @@ def open_directories(
         if elsewhere and is_start:
             message = f"{elsewhere[0]}; make it writable, or choose another with --run-dir"
             raise shared(RunDirectoryError(message))
-        owners, problems = _tried(transport, owners, prepare, is_start)
+        owners, problems = tried(transport, owners, prepare, is_start)
         warnings = [f"{text}; nothing of the run is kept there" for text in elsewhere + problems]
         with transport.observer.on_disk():
             warnings += _bring_logs(runtime, directory, owners, is_start)
         on_first(transport, store)
-        owners, problems = _tried(transport, owners, store, is_start)
+        owners, problems = tried(transport, owners, store, is_start)
         warnings += [f"{text}; nothing more of the run is kept there" for text in problems]
     else:
 
@@ -86,30 +86,6 @@ def open_directories(
     directory.owners, directory.stores = owners, transport.rank in owners.ranks
     hint = owners.hint(directory.name)
     return [*warnings, hint] if hint else warnings
-
-
-def _tried(
-    transport: Transport, owners: Owners, action: Callable[[], object], is_start: bool
-) -> tuple[Owners, list[str]]:
-    """The owners that can do something beside rank 0, and why others cannot; a collective.
-
-    Raises:
-        RunDirectoryError: one cannot, at the start; on all ranks.
-    """
-    own = ""
-    if transport.rank in owners.ranks[1:]:
-        try:
-            with transport.observer.on_disk():
-                action()
-        except (LockstepError, OSError) as error:
-            own = f"{socket.gethostname()}: {error}"
-    everyone = transport.gather_json(own)
-    problems = [text for text in everyone if text]
-    if problems and is_start:
-        raise shared(RunDirectoryError(problems[0]))
-    ranks = tuple(rank for rank in owners.ranks if not everyone[rank])
-    of_rank = tuple(by if by in ranks else -1 for by in owners.of_rank)
-    return replace(owners, ranks=ranks, of_rank=of_rank), problems
 
 
 def _bring_logs(
@@ -146,30 +122,6 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
-
-
-def settle(
-    transport: Transport, directory: RunDirectory, step: int, problems: list[str]
-) -> list[str]:
-    """Note everywhere that there is a checkpoint, and share what went wrong; a collective.
-
-    Args:
-        transport: the group of ranks.
-        directory: the run directory.
-        step: the checkpoint's; -1 if it may be none.
-        problems: what the user does not know of this rank; is emptied.
-
-    Returns:
-        The problems of other ranks, with the names of their hosts.
-    """
-    owners, rank = directory.owners, transport.rank
-    # Or a start without the hosts that keep it would take the run for a new one.
-    if rank in owners.ranks and rank not in owners.savers and step >= 0:
-        with suppress(OSError):
-            listing.write_hint(directory.checkpoints, "latest", listing.folder_name(step))
-    everyone = enumerate(transport.gather_json(problems))
-    problems.clear()
-    return [f"{owners.hosts[r]}: {text}" for r, texts in everyone for text in texts if r != rank]
 
 
 class Evened(NamedTuple):
@@ -232,23 +184,70 @@ def bring(runtime: Runtime, directory: RunDirectory, source: int, valid_to: int)
         What was copied, or could not be.
     """
     transport, owners, root = runtime.transport, directory.owners, directory.checkpoints
-    there: list[str] = []
-    if transport.rank in (source, *owners.savers):
-        there = [f.name for f in listing.folders(root) if listing.step_of(f) <= valid_to]
-    hint = listing.read_hint(root, "best")
-    told = transport.gather_json([there, listing.step_of(hint) if hint is not None else 0])
+    there: dict[str, str] = {}
     messages: list[str] = []
-    for name in told[source][0]:
-        targets = [rank for rank in owners.savers if name not in told[rank][0]]
-        if not targets:
-            continue
-        where = f"{name} is copied from {owners.hosts[source]} to {owners.names(targets)}"
-        with runtime.heartbeat.on_disk():
-            problems = _bring_one(runtime, source, targets, root, name)
-        messages += [where, *problems]
-    if transport.rank in owners.savers and told[source][1]:  # or it would not be kept
+    with runtime.heartbeat.on_disk():
+        if transport.rank in (source, *owners.savers):
+            kept = [f for f in listing.folders(root) if listing.step_of(f) <= valid_to]
+            there = {folder.name: _state_of(folder) for folder in kept}
+        hint = listing.read_hint(root, "best")
+        told = transport.gather_json([there, listing.step_of(hint) if hint is not None else 0])
+        for name, state in told[source][0].items():
+            # Of another run, or of one that went otherwise, there may be one of the same step.
+            targets = [rank for rank in owners.savers if told[rank][0].get(name) != state]
+            if targets and state:  # a damaged one stays alone
+                where = f"from {owners.hosts[source]} to {owners.names(targets)}"
+                messages.append(f"{name} is copied {where}")
+                messages += _bring_one(runtime, source, targets, root, name)
+        if transport.rank in owners.savers and told[source][1]:  # or it would not be kept
+            with suppress(OSError):
+                listing.mark_best(root, told[source][1])
+    return messages
+
+
+def _state_of(folder: Path) -> str:
+    """What tells the state in a checkpoint from any other; empty if it is damaged."""
+    with suppress(CheckpointError):
+        return checkpoint.digest_of_state(checkpoint.read_manifest(folder))
+    return ""
+
+
+def catch_up(
+    runtime: Runtime, directory: RunDirectory, step: int, is_new: bool, has_saved: bool
+) -> list[str]:
+    """Have directories keep what the run had kept when they were none of its; a collective.
+
+    Args:
+        runtime: surroundings of this process.
+        directory: the run directory.
+        step: committed steps, on rank 0.
+        is_new: whether that of this process becomes one of the run now.
+        has_saved: whether this process has kept checkpoints before.
+
+    Returns:
+        What users should know.
+    """
+    transport, owners, root = runtime.transport, directory.owners, directory.checkpoints
+    saves = transport.rank in owners.savers
+    told = transport.gather_json([step, saves and has_saved])
+    source = next((rank for rank in owners.savers if told[rank][1]), 0)
+    own, reached = "", told[0][0]
+    if is_new:  # it may hold a run of the same config that went further
+        try:
+            with runtime.heartbeat.on_disk():
+                names = listing.set_aside(root, reached)
+                (root / "best").unlink(missing_ok=True)
+            if names:
+                why = f"newer than step {reached} of the run"
+                own = f"{root}: {', '.join(names)}: {why}, so renamed to damaged_..."
+        except OSError as error:
+            own = f"{root}: {_unwritten(error)}"
+    messages = [text for text in _texts(runtime, own) if text]
+    messages += bring(runtime, directory, source, sys.maxsize)
+    newest = _newest(directory.path)
+    if saves and not has_saved and newest >= 0:
         with suppress(OSError):
-            listing.mark_best(root, told[source][1])
+            listing.mark_latest(root, newest)
     return messages
 
 
@@ -258,7 +257,7 @@ def _bring_one(
     transport, final = runtime.transport, root / name
     sizes: dict[str, int] = {}
     if transport.rank == source:
-        with suppress(CheckpointError):  # a damaged one stays alone
+        with suppress(CheckpointError):  # it was damaged meanwhile
             files = checkpoint.read_manifest(final)["files"]
             sizes = {file: _size(final / file) for file in (*files, listing.MANIFEST)}
     sizes = transport.gather_json(sizes)[source]
@@ -326,8 +325,10 @@ class _Part(Scattered):
         try:
             with open_to_read(self._path) as file:
                 file.seek(self._first)
-                if file.readinto(content) < len(content):
-                    raise OSError("is shorter than it was")
+                read = file.read(len(content))
+            content[: len(read)] = read
+            if len(read) < len(content):
+                raise OSError("is shorter than it was")
         except OSError as error:  # the others wait for it, and training needs none of it
             self.problem = f"{self._path.name}: cannot be read: {error.strerror or error}"
         return torch.frombuffer(content, dtype=torch.uint8)

@@ -369,11 +369,12 @@ def _holds(final: Path, body: Mapping[str, Any]) -> bool:
             verify(final / name, expected)
     except CheckpointError:
         return False
-    mine, theirs = (
-        _json_digest({k: v for k, v in manifest.items() if k not in _CIRCUMSTANCES})
-        for manifest in (body, there)
-    )
-    return mine == theirs
+    return digest_of_state(body) == digest_of_state(there)
+
+
+def digest_of_state(manifest: Mapping[str, Any]) -> str:
+    """The SHA-256 of what a manifest says of the state, which tells it from any other."""
+    return _json_digest({k: v for k, v in manifest.items() if k not in _CIRCUMSTANCES})
 
 
 def rename_over(temporary: Path, final: Path) -> None:

@@ -104,17 +104,21 @@ def files_with(file: str, names: Iterable[str]) -> list[str]:
     return []
 
 
-def set_aside(root: Path, newer_than: Path) -> None:
-    """Rename damaged checkpoints newer than a valid one, so that they no longer count."""
-    for folder in folders(root):
-        if step_of(folder) <= step_of(newer_than):
-            break
+def set_aside(root: Path, step: int) -> list[str]:
+    """Rename checkpoints newer than a step, so that they no longer count; returns their names."""
+    newer = [folder for folder in folders(root) if step_of(folder) > step]
+    for folder in newer:
         # Not deleted: somebody may want to repair it, or find out what has damaged it.
         aside = root / f"damaged_{folder.name}"
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
-    if read_hint(root, "latest") != newer_than:
-        write_hint(root, "latest", newer_than.name)
+    return [folder.name for folder in newer]
+
+
+def mark_latest(root: Path, step: int) -> None:
+    """Let the hint name the newest checkpoint, which may be on another host's disk."""
+    if hinted(root, "latest") != root / folder_name(step):
+        write_hint(root, "latest", folder_name(step))
 
 
 def mark_best(root: Path, step: int) -> None:

@@ -10,15 +10,17 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from lockstep.comm.shared_memory import hosts_of
 from lockstep.comm.transport import Transport
 from lockstep.config.files import create_beside
+from lockstep.engine.checkpoint import listing
 from lockstep.engine.runtime import everywhere, on_first
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, RunDirectoryError, shared
 
 T = TypeVar("T")
 
@@ -163,3 +165,60 @@ def on_owners(transport: Transport, owners: Owners, action: Callable[[], T]) -> 
 
     found: T = transport.gather_json(everywhere(transport, act))[0]
     return found
+
+
+def tried(
+    transport: Transport, owners: Owners, action: Callable[[], object], is_start: bool
+) -> tuple[Owners, list[str]]:
+    """The owners that can do something beside rank 0, and why others cannot; a collective.
+
+    Args:
+        transport: the group of ranks.
+        owners: all that may be able to.
+        action: what they do, without communication; rank 0 has done it.
+        is_start: whether all have to be able to.
+
+    Raises:
+        RunDirectoryError: one cannot, at the start; on all ranks.
+    """
+    own = ""
+    if transport.rank in owners.ranks[1:]:
+        try:
+            with transport.observer.on_disk():
+                action()
+        except (LockstepError, OSError) as error:
+            own = f"{socket.gethostname()}: {error}"
+    everyone = transport.gather_json(own)
+    problems = [text for text in everyone if text]
+    if problems and is_start:
+        raise shared(RunDirectoryError(problems[0]))
+    ranks = tuple(rank for rank in owners.ranks if not everyone[rank])
+    of_rank = tuple(by if by in ranks else -1 for by in owners.of_rank)
+    return replace(owners, ranks=ranks, of_rank=of_rank), problems
+
+
+def settle(
+    transport: Transport, owners: Owners, root: Path, problems: list[str]
+) -> tuple[bool, list[str]]:
+    """Note everywhere that there is a checkpoint, and share what went wrong; a collective.
+
+    Args:
+        transport: the group of ranks.
+        owners: who owns which run directory.
+        root: folder of all checkpoints.
+        problems: what the user does not know of this rank; is emptied.
+
+    Returns:
+        Whether there is one; and the problems of other ranks, with the names of their hosts.
+    """
+    rank = transport.rank
+    saved = listing.read_hint(root, "latest") if rank in owners.savers else None
+    told = transport.gather_json([-1 if saved is None else listing.step_of(saved), problems])
+    problems.clear()
+    step: int = max(newest for newest, _ in told)
+    # Or a start without the hosts that keep it would take the run for a new one.
+    if rank in owners.ranks and rank not in owners.savers and step >= 0:
+        with suppress(OSError):
+            listing.mark_latest(root, step)
+    others = (by for by in range(transport.size) if by != rank)
+    return step >= 0, [f"{owners.hosts[by]}: {text}" for by in others for text in told[by][1]]

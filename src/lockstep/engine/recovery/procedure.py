@@ -135,7 +135,7 @@ class Recovery:
         # is emitted.
         for message in self._runtime.take_over():
             self._runtime.emit(Warned(step=step, message=message))
-        self._is_save_lost = self._checkpointer.regroup()
+        self._is_save_lost = self._checkpointer.regroup(step)
         self._runtime.at("catch_up", step)
         origin = find_origin(self._transport, former, self._owned, row, self._parts.facts)
         refuse_foreign_ranks(self._runtime, origin, step)
