@@ -483,7 +483,7 @@ def test_a_pace_has_all_ranks_sleep_once_in_a_step_while_its_file_is_there(tmp_p
 def test_hosts_that_are_struck_change_nothing(lockstep, tmp_path, target):
     done = lockstep(
         "chaos", target, "--hosts", 3, "--faults", 4, "--seed", 3, "--replace", 4,
-        "--keep", tmp_path / "kept", "steps=60", timeout=360,
+        "--keep", tmp_path / "kept", "steps=60", timeout=360, cold=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "faults: 4 of 4 struck" in done.stdout
