@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     )
     from lockstep.systems.quantum.circuits.angles import Angle, Expression, parameter
     from lockstep.systems.quantum.circuits.circuit import Circuit, Gate, gate, unitary
-    from lockstep.systems.quantum.hamiltonians.estimate import (
+    from lockstep.systems.quantum.estimate import (
         Estimate,
         GroupedMeasurement,
         bit_strings,
         lowest_energies,
     )
-    from lockstep.systems.quantum.hamiltonians.grouping import (
+    from lockstep.systems.quantum.grouping import (
         Group,
         commuting_groups,
         pauli_rotation,
     )
-    from lockstep.systems.quantum.hamiltonians.operator import PauliOperator
+    from lockstep.systems.quantum.hamiltonian import PauliOperator
     from lockstep.systems.quantum.interop.dynamic import (
         dynamic_from_qasm,
         dynamic_from_qiskit,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lockstep.errors import ConfigError
 from lockstep.systems.quantum.circuits.angles import as_integer, kind_of
 from lockstep.systems.quantum.circuits.circuit import Circuit
-from lockstep.systems.quantum.hamiltonians.operator import (
+from lockstep.systems.quantum.hamiltonian import (
     bits_of,
     masks_of,
     multiplied,

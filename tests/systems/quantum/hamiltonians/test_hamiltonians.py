@@ -31,7 +31,7 @@ from lockstep.quantum import (
     pauli_rotation,
     shifted,
 )
-from lockstep.systems.quantum.hamiltonians.operator import (
+from lockstep.systems.quantum.hamiltonian import (
     commute,
     commute_qubitwise,
     masks_of,

@@ -11,7 +11,7 @@ from torch import Tensor
 from lockstep.errors import ConfigError
 from lockstep.systems.quantum.circuits.circuit import Gate
 from lockstep.systems.quantum.circuits.gates import act, with_controls
-from lockstep.systems.quantum.hamiltonians.operator import (
+from lockstep.systems.quantum.hamiltonian import (
     PauliOperator,
     hamiltonian_terms,
     masks_of,

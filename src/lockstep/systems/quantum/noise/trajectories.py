@@ -24,7 +24,7 @@ from lockstep.errors import ConfigError
 from lockstep.systems.quantum.circuits.angles import as_integer
 from lockstep.systems.quantum.circuits.circuit import Circuit, Gate
 from lockstep.systems.quantum.circuits.gates import act
-from lockstep.systems.quantum.hamiltonians.operator import PauliOperator, hamiltonian_terms
+from lockstep.systems.quantum.hamiltonian import PauliOperator, hamiltonian_terms
 from lockstep.systems.quantum.noise.channels import PROJECTORS, TO_ZERO, Channel
 from lockstep.systems.quantum.noise.circuit import (
     DynamicCircuit,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lockstep.errors import ConfigError, needing
 from lockstep.systems.quantum.circuits.angles import as_integer
-from lockstep.systems.quantum.hamiltonians.grouping import Group, commuting_groups
-from lockstep.systems.quantum.hamiltonians.operator import (
+from lockstep.systems.quantum.grouping import Group, commuting_groups
+from lockstep.systems.quantum.hamiltonian import (
     PauliOperator,
     hamiltonian_terms,
     masks_of,

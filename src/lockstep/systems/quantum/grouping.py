@@ -13,7 +13,7 @@ from torch import Tensor
 from lockstep.errors import ConfigError
 from lockstep.systems.quantum.circuits.angles import Angle, Expression, as_count
 from lockstep.systems.quantum.circuits.circuit import Circuit, Gate, gate
-from lockstep.systems.quantum.hamiltonians.operator import (
+from lockstep.systems.quantum.hamiltonian import (
     Masks,
     PauliOperator,
     bits_of,
