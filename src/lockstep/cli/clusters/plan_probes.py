@@ -86,7 +86,7 @@ class Probe:
     def peak_bytes(self) -> int:
         """The most memory that a rank had."""
         ranks = [r for rows in self.reports for r in rows[-1]["ranks"]]
-        return max(int(r["device_bytes"] or r["peak_bytes"]) for r in ranks)
+        return max(int(r.get("device_bytes") or r["peak_bytes"]) for r in ranks)
 
     @property
     def sent_bytes(self) -> float:
@@ -271,7 +271,7 @@ def probe_of(folders: Sequence[Path], since: float) -> Probe:
         started_s=started_s,
         checkpoints=tuple(row for row in rows[0] if row["event"] == "Checkpointed"),
         plan=next(row for row in rows[0] if row["event"] == "RunStarted"),
-        device_bytes=min(row["device_bytes"] for row in rows[0] if row["event"] == "Joined"),
+        device_bytes=min((r["device_bytes"] for r in rows[0] if r["event"] == "Joined"), default=0),
     )
 
 
