@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 import lockstep as ls
-from lockstep.systems.ufs.baselines import simple_models
 from lockstep.systems.ufs.config import UfsConfig
 from lockstep.systems.ufs.fields.rows import Rows
 from lockstep.systems.ufs.fields.sources import find_sources, moments_of
+from lockstep.systems.ufs.model import simple_models
 from lockstep.systems.ufs.report.scores import (
     Intervals,
     at_edge,

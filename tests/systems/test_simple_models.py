@@ -18,7 +18,7 @@ from lockstep.systems.hrm.config import HrmConfig
 from lockstep.systems.hrm.puzzles import puzzles_of
 from lockstep.systems.hrm.reports.rules import simple_answers
 from lockstep.systems.sketched.task import Sketched, SketchedConfig
-from lockstep.systems.ufs.baselines import simple_models
+from lockstep.systems.ufs.model import simple_models
 
 TASK = """
 import torch, lockstep as ls

@@ -23,7 +23,6 @@ from lockstep.engine.digests import model_digest
 from lockstep.engine.snapshot.compatibility import check_fits
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import CheckpointError, LockstepError
-from lockstep.systems.ufs.baselines import metrics, simple_models
 from lockstep.systems.ufs.config import UfsConfig
 from lockstep.systems.ufs.export import TORCHSCRIPT, export_net, load_script, write_predictions
 from lockstep.systems.ufs.fields import VARIABLES
@@ -42,7 +41,7 @@ from lockstep.systems.ufs.fields.rows import (
 )
 from lockstep.systems.ufs.fields.scenes import Moment, are_dated, in_time
 from lockstep.systems.ufs.fields.sources import Source, find_sources, moments_of
-from lockstep.systems.ufs.model import SeaIceNet
+from lockstep.systems.ufs.model import SeaIceNet, metrics, simple_models
 from lockstep.systems.ufs.report.report import Ground, Report
 from lockstep.systems.ufs.report.scores import describe, normalised
 from lockstep.systems.ufs.report.skill import Period, climatology, persistence
