@@ -1,4 +1,7 @@
-"""The emulator, a perceptron for each column of the grid, and simple models beside it."""
+"""The emulator, a perceptron for each column of the grid, and simple models to compare with.
+
+These are means, linear and logistic laws, and boosted trees of the same inputs and outputs.
+"""
 
 from __future__ import annotations
 
