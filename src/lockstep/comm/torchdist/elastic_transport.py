@@ -17,9 +17,8 @@ from lockstep.comm.calls import CallGroup
 from lockstep.comm.torchdist.process_group_transport import (
     GroupTransport,
     Subgroup,
-    device_group,
 )
-from lockstep.comm.torchdist.store import LOOPBACK
+from lockstep.comm.torchdist.store import LOOPBACK, device_group
 from lockstep.comm.torchdist.supervision import GenerationLost, Supervision
 from lockstep.comm.torchdist.waiting import (
     Connections,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep.comm.ahead import FEW_RANKS, AheadTransport
@@ -26,13 +24,6 @@ from lockstep.comm.transport import (
     offsets,
 )
 from lockstep.errors import EnvironError, alone
-
-_NO_WATCHDOGS = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-}
-"""Variables without which torch's own threads end a process whose peer is lost."""
 
 _NUM_TAGS = 1 << 20
 """Of what `start` begins; messages of `send` have another one, 0."""
@@ -365,41 +356,6 @@ class ProcessGroupTransport(GroupTransport):
             return
         for group in groups:
             dist.destroy_process_group(group)
-
-
-def device_group(
-    backend: str, store: Any, rank: int, size: int, timeout_s: float, device: torch.device
-) -> Any:
-    """A group of ranks on devices that does not end the process when a rank is lost.
-
-    It is connected when this returns: the first collective would connect it in a step, where
-    nothing wakes a rank that waits for one that has died meanwhile.
-
-    Args:
-        backend: `nccl`, or a backend that was registered with torch.
-        store: where the ranks meet.
-        rank: rank of this process.
-        size: number of ranks.
-        timeout_s: seconds that a collective may take.
-        device: device of this rank.
-    """
-    timeout = timedelta(seconds=timeout_s)
-    if backend == "nccl":
-        os.environ.update(_NO_WATCHDOGS)
-        nccl = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = timeout
-        group: Any = dist.ProcessGroupNCCL(store, rank, size, nccl)
-    else:
-        made = dist.Backend._plugins[backend.upper()]
-        if made.extended_api:
-            options: Any = distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
-            options.store, options.group_rank, options.group_size = store, rank, size
-            options.timeout = timeout
-            group = made.creator_fn(options, None)
-        else:
-            group = made.creator_fn(store, rank, size, timeout)
-    group.eager_connect_single_device(device)
-    return group
 
 
 def _in_a_row(tensor: Tensor, counts: Sequence[int], starts: Sequence[int]) -> Tensor:

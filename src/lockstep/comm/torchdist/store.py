@@ -1,6 +1,7 @@
-"""Key-value stores in which ranks find each other; those of one host listen on loopback only.
+"""Key-value stores in which ranks find each other, and groups of devices that meet there.
 
-A store does not authenticate those who connect, and torch's own listens on all interfaces.
+Stores of one host listen on loopback only: a store does not authenticate those who connect, and
+torch's own listens on all interfaces.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed import distributed_c10d
 
 from lockstep.comm.host import is_loopback
 from lockstep.errors import EnvironError, alone
@@ -32,6 +36,13 @@ _POLL_S = 0.05
 _hosted: dict[int, TCPStore] = {}
 """Stores by port. They live as long as this process: another rank may have connected already for a
 script's next training when this one ends the training before."""
+
+_NO_WATCHDOGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+"""Variables without which torch's own threads end a process whose peer is lost."""
 
 _GLOO_INTERFACE, _NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
@@ -197,3 +208,38 @@ def _not_ours(host: str, port: int) -> EnvironError:
         f"answered within {_ANSWER.total_seconds():g} s); set MASTER_PORT to a free port, the same "
         "on all ranks"
     )
+
+
+def device_group(
+    backend: str, store: Any, rank: int, size: int, timeout_s: float, device: torch.device
+) -> Any:
+    """A group of ranks on devices that does not end the process when a rank is lost.
+
+    It is connected when this returns: the first collective would connect it in a step, where
+    nothing wakes a rank that waits for one that has died meanwhile.
+
+    Args:
+        backend: `nccl`, or a backend that was registered with torch.
+        store: where the ranks meet.
+        rank: rank of this process.
+        size: number of ranks.
+        timeout_s: seconds that a collective may take.
+        device: device of this rank.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    if backend == "nccl":
+        os.environ.update(_NO_WATCHDOGS)
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        group: Any = dist.ProcessGroupNCCL(store, rank, size, nccl)
+    else:
+        made = dist.Backend._plugins[backend.upper()]
+        if made.extended_api:
+            options: Any = distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
+            options.store, options.group_rank, options.group_size = store, rank, size
+            options.timeout = timeout
+            group = made.creator_fn(options, None)
+        else:
+            group = made.creator_fn(store, rank, size, timeout)
+    group.eager_connect_single_device(device)
+    return group
