@@ -24,7 +24,8 @@ from lockstep.data.random import Stream, random_key
 from lockstep.data.sampler import ElasticSampler
 from lockstep.data.workers import _Deferred
 from lockstep.engine.runtime import shared_error
-from lockstep.engine.task import Task, own_collate
+from lockstep.engine.task import Task
+from lockstep.engine.task_config import own_collate
 from lockstep.errors import DataError
 from lockstep.launching.host.processes import is_alive
 from lockstep.parallel.layout import Range

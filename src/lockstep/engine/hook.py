@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.config import TrainConfig
 from lockstep.config.parsing import shown
 from lockstep.engine.task import Task
-from lockstep.engine.task.task_config import TOTAL_STEPS, length_reads
+from lockstep.engine.task_config import TOTAL_STEPS, length_reads
 from lockstep.errors import TaskError
 
 MAY_CHANGE = ("after_step", "after_evaluation")

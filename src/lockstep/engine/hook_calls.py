@@ -21,7 +21,7 @@ from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Raised, Runtime, everywhere, shared_texts
 from lockstep.engine.step.sums import StepResult
 from lockstep.engine.task import Task
-from lockstep.engine.task.task_config import length_reads, watched
+from lockstep.engine.task_config import length_reads, watched
 from lockstep.errors import TaskError, shared
 from lockstep.nn.cutting import region_of
 

@@ -25,7 +25,8 @@ from lockstep.data.sampler import (
 )
 from lockstep.data.stream_reader import StreamLoader
 from lockstep.engine.runtime import Runtime, everywhere
-from lockstep.engine.task import Task, own_collate
+from lockstep.engine.task import Task
+from lockstep.engine.task_config import own_collate
 from lockstep.errors import ConfigError, DataError, TaskError
 
 

@@ -20,7 +20,8 @@ from lockstep.engine.checkpoint.listing import read_hint
 from lockstep.engine.checkpoint.origin import settled
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.snapshot.restore import find_snapshot
-from lockstep.engine.task import Task, with_config
+from lockstep.engine.task import Task
+from lockstep.engine.task_config import with_config
 from lockstep.errors import CheckpointError, LaunchError, LockstepError, RankFailure, TaskFailure
 from lockstep.launching.api import Result, Session, Stopped, claim, find_device, new_run_dir
 from lockstep.launching.api.session import check_names_run

@@ -15,7 +15,8 @@ from lockstep.config import TrainConfig, load, override
 from lockstep.config.parsing import shown
 from lockstep.engine.checkpoint.origin import settled
 from lockstep.engine.checkpoint.run_directory import RunDirectory
-from lockstep.engine.task import Task, with_config
+from lockstep.engine.task import Task
+from lockstep.engine.task_config import with_config
 from lockstep.errors import ConfigError, RunDirectoryError
 from lockstep.launching.rank.early import ending_at_interrupt
 from lockstep.launching.systems import load_recipe

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lockstep.config import TrainConfig
-from lockstep.engine.task.task_config import TOTAL_STEPS, LengthReads, length_reads, plain, watched
+from lockstep.engine.task_config import TOTAL_STEPS, LengthReads, length_reads, plain, watched
 
 
 class Config(TrainConfig):

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from lockstep.config import TrainConfig
-from lockstep.engine.task import Loss, Task, with_config
+from lockstep.engine.task import Loss, Task
+from lockstep.engine.task_config import with_config
 from lockstep.errors import TaskError
 
 

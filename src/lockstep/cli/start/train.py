@@ -13,7 +13,7 @@ from lockstep.config.parsing import parse_int, shown
 from lockstep.engine.checkpoint.kept_directory import KeptDirectory, kept_if_refused
 from lockstep.engine.checkpoint.origin import asked_items, items
 from lockstep.engine.checkpoint.run_directory import RunDirectory
-from lockstep.engine.task.task_config import LengthReads, watched
+from lockstep.engine.task_config import LengthReads, watched
 from lockstep.errors import ConfigError, LaunchError, LockstepError
 from lockstep.launching.api import Session, claim, leave, new_run_dir, predicted, run
 from lockstep.launching.host.output_pump import pumped_output

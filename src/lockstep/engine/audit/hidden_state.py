@@ -240,7 +240,7 @@ def _is_opaque(value: object) -> bool:
         return str(value.__module__).startswith("lockstep.engine.")
     module = type(value).__module__
     if module.startswith(_OF_ENGINE):  # a model in slices or stages refers to them
-        return not module.startswith("lockstep.engine.task.")
+        return not module.startswith("lockstep.engine.task")
     return module.partition(".")[0] in _OPAQUE_MODULES
 
 

@@ -27,7 +27,7 @@ from lockstep.engine.audit.hidden_state import KEYS, Walk, hidden_state, module_
 from lockstep.engine.audit.lasting_values import Caches
 from lockstep.engine.audit.reachable import MOST_BYTES
 from lockstep.engine.snapshot.task_state import TaskState
-from lockstep.engine.task import is_part_of, is_scratch
+from lockstep.engine.task_config import is_part_of, is_scratch
 from lockstep.errors import TaskError, shared
 
 _SETTINGS = ("torch.get_default_dtype()", "torch.get_num_threads()", "torch.is_grad_enabled()")

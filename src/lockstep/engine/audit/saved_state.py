@@ -11,7 +11,7 @@ from lockstep.data.loader import BatchSource
 from lockstep.engine.audit.hidden_state import differing, hidden_state
 from lockstep.engine.audit.pass_state import is_check_due
 from lockstep.engine.snapshot.task_state import TaskState
-from lockstep.engine.task import is_scratch, rebuilt
+from lockstep.engine.task_config import is_scratch, rebuilt
 from lockstep.errors import TaskError
 
 

@@ -33,7 +33,7 @@ from lockstep.engine.snapshot.compatibility import (
 )
 from lockstep.engine.snapshot.restore import restore, restore_own, start_from
 from lockstep.engine.snapshot.resumable import check_meta, check_training_state, stretch
-from lockstep.engine.task.task_config import length_reads
+from lockstep.engine.task_config import length_reads
 from lockstep.engine.training_data import share_places
 from lockstep.errors import CheckpointError, RunDirectoryError, file_errors
 

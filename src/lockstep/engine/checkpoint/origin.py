@@ -27,7 +27,7 @@ from lockstep.engine.checkpoint import listing
 from lockstep.engine.snapshot.resumable import SamplerMeta
 from lockstep.engine.tables.files import check_described, described
 from lockstep.engine.tables.run_tables import tables_of
-from lockstep.engine.task.task_config import LengthReads
+from lockstep.engine.task_config import LengthReads
 from lockstep.errors import CheckpointError, ConfigError
 
 Config = TypeVar("Config", bound=TrainConfig)

@@ -21,7 +21,8 @@ from lockstep.data.random import kept_generators
 from lockstep.engine.passes.local_steps import with_gradients
 from lockstep.engine.passes.loss_checks import check_has_gradient, check_loss, described
 from lockstep.engine.passes.rows import BatchStructure, Gathered, Rows, flattened, paths, plain
-from lockstep.engine.task import Loss, Task, has_batch_loss, has_carry, has_lookups
+from lockstep.engine.task import Loss, Task, has_batch_loss, has_carry
+from lockstep.engine.task_config import has_lookups
 from lockstep.errors import ConfigError, TaskError
 from lockstep.parallel.layout import Range
 

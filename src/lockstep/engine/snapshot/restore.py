@@ -32,7 +32,7 @@ from lockstep.engine.snapshot.capture import (
 from lockstep.engine.snapshot.compatibility import check_fits
 from lockstep.engine.snapshot.resumable import check_meta
 from lockstep.engine.step.train_step import TrainStep
-from lockstep.engine.task import data_buffers
+from lockstep.engine.task_config import data_buffers
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.nn.cutting import Shard, every_tensor, found, load_held, shards_of
 

@@ -18,7 +18,7 @@ from lockstep.engine.passes.loss_checks import check_weight, non_finite_gradient
 from lockstep.engine.passes.passes import Passes, StepParts
 from lockstep.engine.runtime import Raised, shared_error
 from lockstep.engine.step.workspace import Workspace
-from lockstep.engine.task.task_config import LengthReads
+from lockstep.engine.task_config import LengthReads
 from lockstep.engine.timing import Times
 from lockstep.parallel.compression.reduction import CompressedReduction
 from lockstep.parallel.reduction import OrderedReduction

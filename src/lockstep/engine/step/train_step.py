@@ -34,7 +34,7 @@ from lockstep.engine.step.model import Optimization, SlicedParameters, StepCheck
 from lockstep.engine.step.sums import Headers, StepResult, StepSums, Summed, num_values
 from lockstep.engine.step.workspace import Workspace
 from lockstep.engine.tables.step_tables import Tables
-from lockstep.engine.task.task_config import length_reads
+from lockstep.engine.task_config import length_reads
 from lockstep.engine.timing import Stopwatch
 from lockstep.errors import TaskError, shared
 from lockstep.nn.cutting import keep

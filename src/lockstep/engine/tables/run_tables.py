@@ -29,7 +29,8 @@ from lockstep.engine.tables.table import (
     check_row_optimizer,
     widths,
 )
-from lockstep.engine.task import Task, has_lookups
+from lockstep.engine.task import Task
+from lockstep.engine.task_config import has_lookups
 from lockstep.errors import ConfigError, TaskError
 from lockstep.nn.sparse_embedding import Fetched, SparseEmbedding
 from lockstep.parallel.layout import RowLayout

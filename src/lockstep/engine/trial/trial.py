@@ -34,7 +34,8 @@ from lockstep.engine.evaluation.evaluation import Evaluation
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.passes.buffers import batch_norm_buffers, changed_by
 from lockstep.engine.passes.compute import Compute
-from lockstep.engine.task import Loss, Task, is_scratch
+from lockstep.engine.task import Loss, Task
+from lockstep.engine.task_config import is_scratch
 from lockstep.engine.trial.cut_model import StageRehearsal, differs_on_stages
 from lockstep.engine.trial.drawn_blocks import DrawnBlocks
 from lockstep.engine.trial.outcome import (

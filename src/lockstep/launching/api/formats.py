@@ -22,7 +22,8 @@ from torch.utils.data import Dataset
 from lockstep.config import TrainConfig
 from lockstep.data.loader import Fetcher, Request, dataset_size
 from lockstep.data.random import Stream, random_key
-from lockstep.engine.task import Task, own_collate
+from lockstep.engine.task import Task
+from lockstep.engine.task_config import own_collate
 from lockstep.errors import ConfigError, DataError, LockstepError, TaskError
 from lockstep.launching.systems import GivesExample
 

@@ -30,7 +30,8 @@ from lockstep.engine.run.loop import Trainer, exhausted
 from lockstep.engine.run.microbatches import check_enough_left
 from lockstep.engine.run.own_loop import Step
 from lockstep.engine.runtime import Heartbeat, Runtime, check_can_regroup, on_first
-from lockstep.engine.task import Task, with_watched_config
+from lockstep.engine.task import Task
+from lockstep.engine.task_config import with_watched_config
 from lockstep.errors import LockstepError, RankFailure, shortened
 from lockstep.launching.api.device import advised, on_device
 from lockstep.launching.api.session import (

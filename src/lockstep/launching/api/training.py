@@ -12,8 +12,7 @@ from typing import Any, NoReturn
 from lockstep.config import TrainConfig, WeightsConfig, with_keys
 from lockstep.config.parsing import shown
 from lockstep.engine.run.own_loop import Step
-from lockstep.engine.task import Task
-from lockstep.engine.task.task import check_config
+from lockstep.engine.task import Task, check_config
 from lockstep.errors import ConfigError, LockstepError, TaskError
 from lockstep.launching.api import rank
 from lockstep.launching.api.session import Result, Session, check_names_run

@@ -16,7 +16,7 @@ from torch import nn
 
 from lockstep.comm.transport import Transport
 from lockstep.config import TrainConfig
-from lockstep.engine.task.task import Task, check_config
+from lockstep.engine.task import Task, check_config
 from lockstep.errors import TaskError
 
 Config = TypeVar("Config", bound=TrainConfig)
