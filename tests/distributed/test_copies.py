@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -246,6 +247,22 @@ def test_a_directory_on_each_host_with_one_copy_is_told(tmp_path, disks, lockste
 
 
 @pytest.mark.slow
+def test_a_host_without_checkpoints_alone_does_not_start_anew(disks):
+    """Neither after the end of all between the first checkpoint and the second."""
+    run = disks(2, *KEYS, copies=1)
+    run.slow_down()
+    run.begin()
+    run.wait_for(lambda: newest(run.run_of(0)) and steps(run.run_of(1))[-1] > 10)
+    run.kill_all()
+    assert newest(run.run_of(0)) == "step_00000010"
+    before = steps(run.run_of(1))
+    alone = disks(1, *KEYS, copies=1, hosts=[1]).begin()
+    assert alone.ended() == [2]
+    assert "step_00000010, which is missing" in alone.said()
+    assert steps(run.run_of(1)) == before
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
     [
@@ -271,36 +288,68 @@ def test_scattered_state_is_on_both_hosts(tmp_path, disks, lockstep, keys):
     assert {n: d for n, d in files(run.run_of(1)).items() if "manifest" not in n} == own
 
 
+@contextmanager
+def etcd(folder):
+    """A server of etcd; its address as one for `--rendezvous`."""
+    ports = [free_port() for _ in range(2)]
+    client, peer = (f"http://127.0.0.1:{port}" for port in ports)
+    argv = ["etcd", "--data-dir", folder / "etcd", "--listen-client-urls", client]
+    argv += ["--advertise-client-urls", client, "--listen-peer-urls", peer]
+    argv += ["--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"]
+    with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            yield f"etcd://127.0.0.1:{ports[0]}/run"
+        finally:
+            server.kill()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("etcd"), reason="needs etcd")
 def test_hosts_are_lost_one_after_the_other_in_place(tmp_path, disks, lockstep):
     """That of rank 0 first; what is left has all checkpoints and the whole history."""
     keys = ("steps=200", "checkpoint.every=10", "eval_every=50")
     sha = sha_alone(tmp_path, lockstep, *keys)
-    ports = [free_port() for _ in range(2)]
-    client, peer = (f"http://127.0.0.1:{port}" for port in ports)
-    argv = ["etcd", "--data-dir", tmp_path / "etcd", "--listen-client-urls", client]
-    argv += ["--advertise-client-urls", client, "--listen-peer-urls", peer]
-    argv += ["--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"]
-    with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as etcd:
-        try:
-            run = disks(3, *keys, rendezvous=f"etcd://127.0.0.1:{ports[0]}/run")
-            run.slow_down()
-            run.begin()
-            left = [0, 1, 2]
-            for _ in range(2):
-                run.wait_for(lambda: sum(bool(newest(run.run_of(host))) for host in left) >= 2)
-                run.wait_for(lambda: run.coordinator() in left)
-                lost = run.coordinator()
-                left.remove(lost)
-                reached = max(steps(run.run_of(left[0])), default=0)
-                run.lose(lost)
-                run.wait_for(
-                    lambda before=reached: max(steps(run.run_of(left[0])), default=0) > before + 3
-                )
-            run.slow_down(False)
-            run.ended()
-        finally:
-            etcd.kill()
+    with etcd(tmp_path) as rendezvous:
+        run = disks(3, *keys, rendezvous=rendezvous)
+        run.slow_down()
+        run.begin()
+        left = [0, 1, 2]
+        for _ in range(2):
+            run.wait_for(lambda: sum(bool(newest(run.run_of(host))) for host in left) >= 2)
+            run.wait_for(lambda: run.coordinator() in left)
+            lost = run.coordinator()
+            left.remove(lost)
+            reached = max(steps(run.run_of(left[0])), default=0)
+            run.lose(lost)
+            run.wait_for(
+                lambda before=reached: max(steps(run.run_of(left[0])), default=0) > before + 3
+            )
+        run.slow_down(False)
+        run.ended()
     assert result(run.run_of(left[0]))["params_sha256"] == sha
     assert steps(run.run_of(left[0])) == [*range(1, 201)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("etcd"), reason="needs etcd")
+def test_a_new_rank_0_leaves_another_run_alone(tmp_path, disks):
+    """A host joins that holds one at this path, and then the only other host is lost."""
+    with etcd(tmp_path) as rendezvous:
+        run = disks(2, "steps=4000", "checkpoint.every=10", rendezvous=rendezvous)
+        run.slow_down()
+        run.begin()
+        run.wait_for(lambda: newest(run.run_of(0)) and newest(run.run_of(1)))
+        first = run.coordinator()
+        run.lose(1 - first)
+        run.wait_for(lambda: "Recovered" in (run.run_of(first) / "events.jsonl").read_text())
+        other = disks(1, "steps=20", "lr=0.5", hosts=[1 - first]).begin()
+        assert other.ended() == [0], other.said()
+        path = run.run_of(1 - first)
+        there = files(path), steps(path)
+        run.slow_down()
+        run.start(1 - first)
+        run.wait_for(lambda: any("nothing of the run" in t for t in warnings(run.run_of(first))))
+        run.lose(first)
+        assert run.ended()[1 - first] == 2
+    assert "holds a run with another config: " in run.said()
+    assert (files(path), steps(path)) == there
