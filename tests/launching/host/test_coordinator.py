@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.conftest import environment
 from lockstep.errors import LaunchError
 from lockstep.launching.host.agent import Rendezvous, rank_argv
 from lockstep.launching.host.coordinator import Coordinator
+from lockstep.launching.host.election import Election, Unreachable
 from lockstep.launching.host.line import Line, Terms
 from lockstep.launching.host.processes import StoreProcess
 
@@ -50,6 +52,88 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
     number: int = listener.getsockname()[1]
     Coordinator(listener, TERMS, "own").thread.start()
     return number
+
+
+class Etcd:
+    """The keys of a run, some with a lease; the next `fails` questions get no answer."""
+
+    def __init__(self) -> None:
+        self.fails = 0
+        self._values: dict[str, tuple[str, str]] = {}
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        if path == "kv/range":
+            if self.fails:
+                self.fails -= 1
+                raise Unreachable("no majority")
+            value, _ = self._values.get(body["key"], ("", ""))
+            return {"kvs": [{"value": value, "create_revision": "1"}] if value else []}
+        for action in body.get("success", ()):
+            if put := action.get("requestPut"):
+                self._values[put["key"]] = put["value"], put["lease"]
+            else:
+                self._values.pop(action["requestDeleteRange"]["key"], None)
+        return {"ID": "1", "succeeded": True, "result": {"TTL": "2"}}
+
+    def expire(self) -> None:
+        """Let so much time pass that no lease is left."""
+        self._values = {key: put for key, put in self._values.items() if put[1] == "0"}
+
+
+class Elected:
+    """Starts coordinators that are elected one after the other, for a host with one rank."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, is_late: bool) -> None:
+        self.etcd = Etcd()
+        self._is_late = is_late
+        monkeypatch.setattr(StoreProcess, "start", lambda self: None)
+        monkeypatch.setattr(Election, "_post", lambda _, path, body: self.etcd.post(path, body))
+
+    def resumes(self, then: str, fails: int = 0) -> bool | None:
+        """Whether the rank is told to resume; None if the coordinator gives up before.
+
+        Args:
+            then: how far the run comes before the coordinator is lost: `starts`, `trains`, `ends`.
+            fails: how many questions of the coordinator get no answer.
+        """
+        election = Election([("127.0.0.1", 1)], "run", lease_s=1.0)
+        assert election.campaign({"id": "own"})
+        self.etcd.fails = fails
+        listener = socket.create_server(("127.0.0.1", 0))
+        leader = Coordinator(listener, replace(TERMS, hosts=1), "own", election)
+        leader._since -= TERMS.host_timeout_s if self._is_late else 0.0
+        with connected(listener.getsockname()[1]) as own:
+            of_own = hello(own, "own", hosts=1)
+            leader.thread.start()
+            told = heard(of_own, "start")
+            if told and then != "starts":
+                meet = {"say": "meet", "generation": 0, "takes_in": True, "code": 1}
+                said(own, slot=0, say=meet)
+                assert heard(of_own, "order")["order"]["generation"] == 1
+            if told and then == "ends":
+                said(own, slot=0, say={"say": "leave", "generation": 1})
+                said(own, slot=0, code=0)
+                assert heard(of_own, "end") == {"end": 0}
+            leader._is_elected = False
+            leader.thread.join(10)
+            assert not leader.thread.is_alive()
+        self.etcd.expire()
+        return told.get("resumes")
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_run_resumes_by_itself_only_if_one_of_its_name_has_lost_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    elected = Elected(monkeypatch, is_late)
+    assert elected.resumes("ends") is False
+    assert elected.resumes("ends") is False
+    # Whoever gets no answer waits a while for ranks of a former coordinator, and asks again.
+    assert elected.resumes("ends", fails=1) is (None if is_late else False)
+    assert elected.resumes("trains") is False
+    assert elected.resumes("starts") is True
+    assert elected.resumes("ends") is True
+    assert elected.resumes("ends") is False
 
 
 def hello(line: socket.socket, name: str, **others: Any) -> Any:

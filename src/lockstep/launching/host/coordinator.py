@@ -90,7 +90,7 @@ class Coordinator(Leader):
         self._selector.register(listener, selectors.EVENT_READ)
         self._agents: list[_Agent] = []
         self._places: list[int] = []
-        self._has_begun = False
+        self._has_begun = self._resumes = False
         self._ended: int | None = None
         self.thread = threading.Thread(target=self._serve, name="coordinator", daemon=True)
 
@@ -264,9 +264,11 @@ class Coordinator(Leader):
             elif not is_late and self._may_be_taken_over:
                 return
             elif len(known) >= self._terms.hosts and self._own in ("", known[0].id):
-                if self._election is not None and not self._election.begin():
-                    self._is_elected = False
-                    return
+                if self._election is not None:
+                    self._resumes = self._election.newest()[0] > 0
+                    if not self._election.begin():
+                        self._is_elected = False
+                        return
                 self._has_begun = True
                 for agent in known[: self._terms.hosts]:
                     self._start(agent, range(self._terms.ranks), is_first=True)
@@ -283,7 +285,7 @@ class Coordinator(Leader):
         if self._election is None:
             return False
         with suppress(Unreachable):
-            return self._election.newest()[0] > 0 and self._election.ended() is None
+            return self._election.newest()[0] > 0
         return True
 
     def _take_over(self, agents: Sequence[_Agent]) -> None:
@@ -324,7 +326,7 @@ class Coordinator(Leader):
             slot = len(self._places) if is_first else self._group.add()
             self._places.append(place)
             agent.slots.add(slot)
-            resumes = is_first and self._may_be_taken_over
+            resumes = is_first and self._resumes
             agent.line.send(
                 slot=slot, start=place, joins=not is_first, resumes=resumes,
                 store=self._store.address,

@@ -100,9 +100,13 @@ class Election:
         return generation, num_slots
 
     def end(self, exit_code: int) -> None:
-        """Write down that the run has ended, and be the coordinator no longer."""
+        """Write down that the run has ended, and be the coordinator no longer.
+
+        The newest generation is forgotten, or a later run of this name would be taken for this one.
+        """
         lease = self._post("lease/grant", {"TTL": _ENDED_S, "ID": 0})["ID"]
-        self._put_as_holder("ended", exit_code, lease)
+        forget = {"requestDeleteRange": {"key": self._key("generation")}}
+        self._put_as_holder("ended", exit_code, lease, forget)
         self._post("lease/revoke", {"ID": self._lease})
 
     def ended(self) -> int | None:
@@ -111,15 +115,17 @@ class Election:
         return None if code is None else int(code)
 
     def begin(self) -> bool:
-        """Forget an earlier run of this name; false if another is the coordinator."""
-        forget = [
-            {"requestDeleteRange": {"key": self._key(name)}} for name in ("generation", "ended")
-        ]
-        return self._transaction([self._is_holder()], forget)
+        """Have a run begin; false if another is the coordinator.
 
-    def _put_as_holder(self, name: str, value: Any, lease: str = "0") -> bool:
+        The generation of one that has lost its ranks stays until this one has its first: if the
+        coordinator is lost before, the next one begins in the same way.
+        """
+        forget = {"requestDeleteRange": {"key": self._key("ended")}}
+        return self._transaction([self._is_holder()], [forget])
+
+    def _put_as_holder(self, name: str, value: Any, lease: str = "0", *others: Any) -> bool:
         put = {"key": self._key(name), "value": _encoded(value), "lease": lease}
-        return self._transaction([self._is_holder()], [{"requestPut": put}])
+        return self._transaction([self._is_holder()], [{"requestPut": put}, *others])
 
     def _is_holder(self) -> dict[str, Any]:
         key = self._key("coordinator")
