@@ -37,8 +37,6 @@ from lockstep.engine.task_config import length_reads
 from lockstep.engine.training_data import share_places
 from lockstep.errors import CheckpointError, RunDirectoryError, file_errors
 
-_UNKNOWN = "what it read under an earlier version is not known"
-
 
 class Checkpointer:
     """Saves and restores the state of a run; all methods but `poll` are collectives."""
@@ -60,20 +58,16 @@ class Checkpointer:
             directory: the run directory.
             on_written: takes the folder of each checkpoint that is complete, on rank 0.
         """
-        self._config = config
-        self._runtime = runtime
-        self._transport = runtime.transport
-        self._parts = parts
-        self._directory = directory
-        self._root = directory.checkpoints
+        self._config, self._parts = config, parts
+        self._runtime, self._transport = runtime, runtime.transport
+        self._directory, self._root = directory, directory.checkpoints
         self._length_reads = length_reads(parts.task_state.task.config)
         self._on_written = on_written
         self._writer = self._new_writer()
-        self._saved_step = -1
+        self._saved_step, self._problems = -1, list[str]()
         self._is_shared = self._is_cut_short = self._has_saved = False
-        self._is_kept = False  # whether its directory was the run's in the last group
-        self._is_known = False  # whether all owners know that there is a checkpoint
-        self._problems: list[str] = []
+        # Whether its directory was the run's in the last group; whether all know of a checkpoint.
+        self._is_kept = self._is_known = False
 
     @property
     def _saves(self) -> bool:
@@ -376,7 +370,8 @@ class Checkpointer:
             return Progress()
         warnings, starts, places, asked = checked
         if self._length_reads is not None:
-            self._length_reads.add([_UNKNOWN] if asked is None else asked)
+            unknown = "what it read under an earlier version is not known"
+            self._length_reads.add([unknown] if asked is None else asked)
         self._parts.loader.know_passes(starts)
         self._parts.loader.set_places(places)
         meta = self._transport.gather_json(snapshot.meta if snapshot else {})[0]
