@@ -131,6 +131,7 @@ def test_what_each_rank_does_is_shown_on_demand(lockstep, num_ranks):
     spent = r"^step 2: rank (\d+): compute \d+%  exchange \d+%  data \d+%  checkpoint \d+%"
     if num_ranks == "2":
         spent += r"  sent \d+\.\d KiB  received \d+\.\d KiB  in \d+ calls"
+        spent += r"  gradient \d+\.\d+, of all \d+\.\d+"
     spent += "$"
     arguments = ("-n", num_ranks, "--per-rank", "steps=4", "log_every=2")
     done = lockstep("train", target(), "--run-dir", "r", "stop_at_step=2", *arguments)

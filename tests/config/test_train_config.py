@@ -44,6 +44,7 @@ NO_OUTCOME = {
     "checkpoint.keep_every_s",
     "test_on",
     "checkpoint.background",
+    "checkpoint.copies",
     "data.num_workers",
     "data.prefetch",
     "digest_every",

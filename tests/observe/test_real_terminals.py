@@ -54,7 +54,7 @@ def test_a_terminal_that_changes_its_width_is_used_as_it_is() -> None:
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("encoding", ["ascii", pytest.param("latin-1", marks=pytest.mark.slow)])
 def test_a_terminal_that_knows_few_characters_gets_those(encoding: str) -> None:
     terminal = Pty(
         PROGRAM + "    steps(1, 3, 0.3)\n    sinks(finished(3))\n", 80, PYTHONIOENCODING=encoding

@@ -201,7 +201,7 @@ class Times(NamedTuple):
         return Times._make(both)._replace(grad_norm=other.grad_norm)
 
     def since(self, before: Times) -> Times:
-        """What was spent since `before`; of memory and `device_busy`, the present values."""
+        """What was spent since `before`; of what does not add up, the present values."""
         # In each step, so without a generator and `_replace`, which take three times as long.
         spent = [*map(sub, self, before)]
         for place in _PRESENT:
@@ -210,7 +210,10 @@ class Times(NamedTuple):
 
 
 _PRESENT = [
-    *map(Times._fields.index, ("peak_bytes", "swapped_bytes", "device_bytes", "device_busy"))
+    *map(
+        Times._fields.index,
+        ("peak_bytes", "swapped_bytes", "device_bytes", "device_busy", "grad_norm"),
+    )
 ]
 """Of what does not add up."""
 

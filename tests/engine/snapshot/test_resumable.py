@@ -322,7 +322,14 @@ def test_every_optimizer_of_torch_can_be_resumed(tmp_path: Path, make: Any) -> N
     assert whole.params_sha256 == straight.params_sha256
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("sgd", marks=pytest.mark.slow),
+        pytest.param("adam", marks=pytest.mark.slow),
+        "adamw",
+    ],
+)
 def test_optimizers_of_the_config_can_be_resumed(tmp_path: Path, name: str) -> None:
     def ended(folder: str, sharded: bool, resume: bool = False, **keys: Any) -> str:
         optimizer = OptimizerConfig.model_validate({"name": name, "sharded": sharded})

@@ -199,7 +199,7 @@ def test_a_constant_needs_no_measurement() -> None:
     assert (found.values, found.variances, found.shots) == (2.5, 0, ())
 
 
-@pytest.mark.parametrize("num_qubits", [3, 9])
+@pytest.mark.parametrize("num_qubits", [3, pytest.param(9, marks=pytest.mark.slow)])
 def test_lowest_energies_are_those_of_the_matrix(num_qubits: int) -> None:
     import random
 

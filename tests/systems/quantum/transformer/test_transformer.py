@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lockstep.errors import CheckpointError
+from lockstep.systems.quantum.transformer import ansatz
 from lockstep.systems.quantum.transformer.amplitudes import context_root, fubini_study, loss
 from lockstep.systems.quantum.transformer.ansatz import (
     context_norms,
@@ -16,7 +17,7 @@ from lockstep.systems.quantum.transformer.ansatz import (
     positions,
     word_vectors,
 )
-from lockstep.systems.quantum.transformer.model import QuantumTransformer, Sentences, ansatz
+from lockstep.systems.quantum.transformer.model import QuantumTransformer, Sentences
 
 WORDS = [f"w{i}" for i in range(12)]
 
