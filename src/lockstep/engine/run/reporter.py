@@ -289,7 +289,7 @@ class Reporter:
 
     def add(self, progress: Progress, result: StepResult, flush: bool) -> None:
         """Add a step to the sums; emit them every `log_every` steps."""
-        if self._runtime.transport.size > 1:
+        if self._way is None and self._runtime.transport.size > 1:
             self._emit_exchange(progress.step)
         self._sums = [a + b for a, b in zip(self._sums, result.scalars, strict=True)]
         self._num_steps += 1
@@ -300,7 +300,7 @@ class Reporter:
     def _emit_exchange(self, step: int) -> None:
         """Emit how gradients are exchanged, once that is known for the group."""
         way = self._parts.train_step.workspace.way
-        if way is not None and way != self._way:
+        if way is not None:
             self._way = way
             self._runtime.emit(ExchangeChosen(step=step, way=way.name, reason=way.reason))
 
