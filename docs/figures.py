@@ -10,14 +10,17 @@ left out. The number takes the first one there, or the one that `#2` behind it c
 decimals as it has. A figure that no benchmark measures names its command instead:
 
     in 1:51<!-- measured: lockstep train hrm -n 2 -->
+
+README.md has names instead, as 24<!--torchft-->, which stand for such comments (`_NAMED`).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +34,24 @@ _MARKER = re.compile(
     r"(?P<between>[^\d<\n]{0,12}?(?:\]\([^)\n]*\))?\**)"
     r"<!-- (?P<stem>[\w-]+): (?P<place>[^\n]*?) -->"
 )
+_NAMED: Mapping[str, str] = MappingProxyType(
+    {
+        "recovery-mpi": "recovery: A rank is killed > 3, mpi > next",
+        "recovery-local": "recovery: A rank is killed > 4, local > next",
+        "ddp-small": "host: MLP of 9,345 parameters, batch 64 a rank, 2 ranks > DDP (gloo) > speed",
+        "plain": "host: MLP of 9,345 parameters, batch 64, 1 rank > plain loop, fused Adam > speed",
+        "ddp-large": "host: MLP of 802,314 parameters > DDP (gloo) > speed",
+        "dtensor": "parallel: Two ranks share two layers > Target DTensor / Lockstep, on MPI ≥ 1:",
+        "fsdp-2": "slices: Peak > Target FSDP2 / Lockstep, time on 2 ranks ≥ 1:",
+        "fsdp-4": "slices: Peak > FSDP2 / Lockstep, time on 4 ranks:",
+        "gpt-2": "gpu: Steps > GPT-2 > ratio",
+        "gpu-small": "gpu: Steps > perceptron, 9,345 > ratio",
+        "torchft": "recovery: A rank is killed > 3 ranks: torchft takes",
+        "circuit": "quantum: One circuit > 20 > lightning.qubit / Lockstep",
+    }
+)
+"""What comments of a single name stand for: words of README.md are counted with its comments."""
+_NAME = re.compile(r"<!--([\w-]+)-->")
 _ANY_MARKER = re.compile(r"<!-- (?:measured: |[\w-]+: [^\n]*? > )[^\n]*?-->")
 _LINKED_NUMBER = re.compile(r"\[\**[\d.,; ]+\**\]\([^)]*benchmarks/[\w-]+\.md[^)]*\)(?!<!--)")
 
@@ -85,10 +106,19 @@ def written(text: str) -> str:
         new = _like(match["number"], cell(match["stem"], match["place"]))
         return new + match[0][len(match["number"]) :]
 
+    text = _in_full(text)
     apart = _ANY_MARKER.search(_MARKER.sub("", text))
     if apart is not None:
         raise Stale(f"{apart[0]}: is not behind a number")
-    return _MARKER.sub(figure, text)
+    text = _MARKER.sub(figure, text)
+    for name, place in _NAMED.items():
+        text = text.replace(f"<!-- {place} -->", f"<!--{name}-->")
+    return text
+
+
+def _in_full(text: str) -> str:
+    """A page with names of places replaced by these."""
+    return _NAME.sub(lambda match: f"<!-- {_NAMED.get(match[1], match[0])} -->", text)
 
 
 def cell(stem: str, place: str) -> float:
@@ -142,13 +172,13 @@ def _like(old: str, value: float) -> str:
 
 def unmarked(text: str) -> list[str]:
     """Numbers that link to a benchmark without a comment that names their cell."""
-    return _LINKED_NUMBER.findall(text)
+    return _LINKED_NUMBER.findall(_in_full(text))
 
 
 def claims() -> Iterator[Claim]:
     """All figures with a comment, page by page."""
     for page in pages():
-        for line in page.read_text(encoding="utf-8").splitlines():
+        for line in _in_full(page.read_text(encoding="utf-8")).splitlines():
             by_source: dict[tuple[str, str], list[str]] = {}
             for match in _MARKER.finditer(line):
                 source, command = match["stem"], match["place"]
