@@ -223,6 +223,8 @@ def test_networks_of_the_emulator(
     here: Any, tmp_path: Path, content: dict[str, Any], items: tuple[str, ...]
 ) -> None:
     torch.save(content, tmp_path / "best_model.pt")
+    for name in ("resource.py", "torch.py"):  # no module beside the file is run
+        (tmp_path / name).write_text("raise SystemExit('was run')")
     done = here("import", "best_model.pt" if items else ".", "--to", "run", *items)
     assert (done.returncode, done.stderr) == (0, "")
     assert "14 inputs, 1 outputs, hidden layers [16, 8]" in done.stdout

@@ -108,7 +108,9 @@ class UsageMeter:
 
 def _device_usage(device: torch.device) -> tuple[int, int, float]:
     """As the fields of `Usage`; waits for nothing that the device does."""
-    stats, busy = torch.accelerator.memory_stats(device), 0.0
+    stats, busy = dict[str, int](), 0.0
+    with suppress(RuntimeError, AttributeError):  # a package's device need not say
+        stats = torch.accelerator.memory_stats(device)
     if device.type == "cuda":
         with suppress(Exception):  # there is no pynvml, or the driver does not say
             busy = torch.cuda.utilization(device) / 100

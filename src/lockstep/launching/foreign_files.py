@@ -36,6 +36,13 @@ _MORE_BYTES = 512 << 20
 """Memory that reading may take beside `_COPIES` of the file."""
 _COPIES = 4
 _REFUSED, _DAMAGED = 3, 4
+_READER = """
+import sys
+if not sys.path[0]:  # the working directory, whose modules would be run in place of torch
+    del sys.path[0]
+from lockstep.launching.foreign_files import _hand_on
+sys.exit(_hand_on())
+"""
 _ZIP, _PICKLES = b"PK", (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _MOST_NAMED = 8
 
@@ -86,10 +93,14 @@ class ForeignFile:
         with self._reading(), np.load(BytesIO(self._content), allow_pickle=False) as archive:
             for name in archive.files:
                 try:
-                    found[name] = archive[name]
+                    array = archive[name]
                 except ValueError as error:
                     if "allow_pickle" not in str(error):
                         raise
+                    continue
+                if not isinstance(array, np.ndarray):
+                    raise ValueError(f"{name} is no array")
+                found[name] = array
         return found
 
     @cached_property
@@ -212,7 +223,7 @@ def _read_apart(path: Path) -> tuple[dict[str, Tensor], Any]:
 
     with open_to_read(path, follow_links=True) as file:
         time_s = _TIME_S + os.fstat(file.fileno()).st_size / _BYTES_A_SECOND
-        argv = [sys.executable, "-m", "lockstep.launching.foreign_files"]
+        argv = [sys.executable, "-c", _READER]
         try:
             done = subprocess.run(
                 argv, stdin=file, capture_output=True, timeout=time_s, check=False
@@ -293,7 +304,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(part) for part in value]
     return value if isinstance(value, (str, int, float, bool)) else None
-
-
-if __name__ == "__main__":
-    sys.exit(_hand_on())

@@ -109,7 +109,9 @@ def train(
         source = local_copy(from_run) if from_run else None
         code = command.train(
             target,
-            command.start_items(target, source, from_only or [], overrides or [], session.resumed),
+            command.start_items(
+                target, source, from_only or [], overrides or [], session.resumed, config
+            ),
             session,
             config,
             ranks=ranks,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lockstep.config.parsing import parse_int, shown
+from lockstep.config.reading import read_keys
 from lockstep.engine.checkpoint.kept_directory import KeptDirectory, kept_if_refused
 from lockstep.engine.checkpoint.origin import asked_items, items
 from lockstep.engine.checkpoint.run_directory import RunDirectory
@@ -180,6 +182,7 @@ def start_items(
     only: Sequence[str],
     overrides: Sequence[str] = (),
     run_dir: Path | None = None,
+    file: Path | None = None,
 ) -> list[str]:
     """The `key=value` items of a run with the options `--from` and `--from-only`.
 
@@ -191,6 +194,7 @@ def start_items(
         only: patterns of the names of its tensors.
         overrides: `key=value` items that are given.
         run_dir: directory of the run, if it is resumed.
+        file: config file that is given.
 
     Returns:
         All items, `overrides` among them.
@@ -207,7 +211,18 @@ def start_items(
         from lockstep.launching.api.originals import imported_for
 
         from_run, own = imported_for(target, from_run, overrides)
+        given = {*_dotted(read_keys(file))} if file else set()
+        own = [item for item in own if item.partition("=")[0] not in given]
     return [*own, *overrides, *asked_items(from_run, only, run_dir)]
+
+
+def _dotted(keys: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The names of the values in nested keys."""
+    for key, value in keys.items():
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key
 
 
 def steps_to_profile(is_wanted: bool, text: str | None) -> tuple[int, int] | None:

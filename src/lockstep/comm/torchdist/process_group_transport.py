@@ -197,8 +197,9 @@ class GroupTransport(AheadTransport):
         try:
             yield
             self._look()
-        except RuntimeError as error:
-            if not self.is_damaged():
+        except Exception as error:
+            # What a collective that was aborted leaves may make no sense to who reads it.
+            if isinstance(error, GroupBroken) or not self.is_damaged():
                 raise
             raise GroupBroken(str(error)) from error
         finally:

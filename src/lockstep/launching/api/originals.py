@@ -11,8 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
@@ -30,7 +30,7 @@ from lockstep.engine.run.progress import Progress
 from lockstep.engine.tables.files import cuts, described, file_name
 from lockstep.engine.tables.run_tables import tables_of
 from lockstep.engine.task import Task
-from lockstep.errors import ConfigError, DataError, file_errors
+from lockstep.errors import ConfigError, DataError, LockstepError, file_errors
 from lockstep.launching.api.session import new_run_dir
 from lockstep.launching.foreign_files import ForeignFile
 from lockstep.launching.systems import Original, load_recipe, readers_of_originals
@@ -84,13 +84,27 @@ def read_original(path: Path) -> Original:
     """
     file = ForeignFile(path)
     for reader in readers_of_originals():
-        found = reader(file)
+        with _damaged(path):
+            found = reader(file)
         if found is not None:
             return found
     raise DataError(
         f"{path}: is no file that a recipe can take over ({file.described()}); the pages of the "
         "systems say which ones are"
     )
+
+
+@contextmanager
+def _damaged(path: Path) -> Iterator[None]:
+    """Turns errors of a reader that trusts a file too much into one message."""
+    try:
+        yield
+    except LockstepError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+        raise DataError(
+            f"{path}: is damaged or of another version ({type(e).__name__}: {e})"
+        ) from None
 
 
 def imported_for(recipe: str, path: Path, overrides: Sequence[str]) -> tuple[Path, list[str]]:
@@ -178,7 +192,8 @@ def _write_run(found: Original, to: Path, overrides: Sequence[str], path: Path) 
     task = kind(config)
     with kept_generators():
         torch.manual_seed(config.seed)
-        model = found.model(task)
+        with _damaged(path):
+            model = found.model(task)
     tables = tables_of(model)
     rows = {n: table.weight for n, table in tables.items() if table.weight is not None}
     for table in tables.values():

@@ -33,6 +33,8 @@ from lockstep.launching.host.supervisor import Leader
 _HELLO_S = 8.0
 """Seconds that who connects may take to say what it is."""
 _PART_S = 1.0
+_MOST_LOST_STORES = 3
+"""In a row, each killed soon after its start: something kills whatever is started."""
 _LOST_WITH_HOST = 137
 """The exit code of a rank whose host is lost: that of a process that was killed."""
 
@@ -85,7 +87,8 @@ class Coordinator(Leader):
         self._listener = listener
         listener.setblocking(False)
         # Bound before the first rank is told where it is.
-        self._store = StoreProcess(listener.getsockname()[0])
+        self._store, self._store_since = StoreProcess(listener.getsockname()[0]), time.monotonic()
+        self._num_lost_stores = 0
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._agents: list[_Agent] = []
@@ -171,12 +174,14 @@ class Coordinator(Leader):
         """Have ranks meet in another store if it was killed; one that cannot start ends the run."""
         if (code := self._store.exit_code) is None:
             return
-        if code >= 0:
+        has_lasted = time.monotonic() > self._store_since + self._terms.host_timeout_s
+        self._num_lost_stores = 1 if has_lasted else self._num_lost_stores + 1
+        if code >= 0 or self._num_lost_stores > _MOST_LOST_STORES:
             say(f"the store has ended (exit code {code}); start all agents again")
             self._ended = RankFailure.exit_code
             return
         say("the store was killed: the ranks meet in another one")
-        self._store = StoreProcess(self._store.address[0])
+        self._store, self._store_since = StoreProcess(self._store.address[0]), time.monotonic()
         self._store.start()
         self.carry_out(self._group.renew())
 

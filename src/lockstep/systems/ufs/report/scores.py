@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,8 +129,7 @@ class Intervals:
 
     def at(self, predicted: Floats, level: float) -> tuple[Floats, Floats]:
         """Ends [N] of the intervals about predicted values [N], at a level in (0, 1)."""
-        tails = (1 - level) / 2, (1 + level) / 2
-        low, high = np.array([np.quantile(errors, tails) for errors in self._errors]).T
+        low, high = np.array([_ends(errors, (1 - level) / 2) for errors in self._errors]).T
         place = self._bin(predicted)
         ends = predicted + low[place], predicted + high[place]
         return np.clip(ends[0], self._low, self._high), np.clip(ends[1], self._low, self._high)
@@ -146,6 +146,21 @@ class Intervals:
 
     def _bin(self, predicted: Floats) -> npt.NDArray[np.intp]:
         return np.maximum(np.searchsorted(self._starts, predicted, "right") - 1, 0)
+
+
+def _ends(errors: Floats, tail: float) -> tuple[float, float]:
+    """Errors between which a further one lies with at least the probability 1 - 2 `tail`.
+
+    Ranks of n + 1 values, of which the further one is any; infinite beyond those that there are.
+
+    Args:
+        errors: in ascending order, [n].
+        tail: probability to lie below, and to lie above.
+    """
+    count = len(errors)
+    below, above = math.floor((count + 1) * tail), math.ceil((count + 1) * (1 - tail))
+    low = float(errors[below - 1]) if below >= 1 else -math.inf
+    return low, float(errors[above - 1]) if above <= count else math.inf
 
 
 CHUNK = 4096
