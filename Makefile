@@ -22,9 +22,9 @@ venv: .venv/.installed
 train: venv
 	$(BIN)/lockstep train digits -n 2
 
-# Four at once on two cores, for tests of ranks often wait; but never two that start ranks.
+# Three at once on two cores, for tests of ranks often wait; but never two that start ranks.
 test: venv
-	$(BIN)/python -m pytest -n 4 --dist loadgroup -m "not slow and not slurm and not docs" \
+	$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not slow and not slurm and not docs" \
 		--durations=25
 
 # What pages and examples show, as a reader would type it.
