@@ -326,3 +326,22 @@ def test_what_can_never_be_stored_is_not_kept_without_end(
     third.open()
     train([third], [run_started(step=500, continued=True), *steps(501, 501)])
     assert [s for kind, s in rows(tmp_path) if kind == "StepDone"] == [*range(401, 502)]
+
+
+@pytest.mark.parametrize("becomes_first", [False, True])
+def test_a_host_whose_own_disk_was_full_has_all_rows(tmp_path: Path, becomes_first: bool) -> None:
+    """Rank 0, which is lost, had stored what this host had no room for."""
+    (tmp_path / "other").mkdir()
+    first, own = desk(tmp_path / "other"), desk(tmp_path)
+    first.open()
+    own.open(shows=False)
+    train([first, own], [*START, *steps(1, 3)])
+    with full_disk((tmp_path / "events.jsonl").stat().st_size + 20):
+        for event in steps(4, 8):
+            own.keep_from(event.step)
+            own(event)
+        if becomes_first:
+            own.open()
+    train([own], [run_started(step=8, continued=True), *steps(8, 10)])
+    own.close()
+    assert [s for kind, s in rows(tmp_path) if kind == "StepDone"] == [*range(1, 11)]

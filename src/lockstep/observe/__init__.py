@@ -116,7 +116,8 @@ class EventHub(Backlog):
 
     def keep_from(self, step: int) -> None:
         """Learn that rank 0 has stored all events of the steps before this one."""
-        self._from = step
+        # What this process stores itself may lag behind, and another session of it begin here.
+        self._from = step if self._sinks is None else min(step, self._sinks.stored)
 
     def rows(self) -> list[str]:
         """What is kept, but for the content of pictures, each event as a line of JSON."""

@@ -70,6 +70,11 @@ class AppendFile:
         if end != os.fstat(self._fd).st_size:
             os.ftruncate(self._fd, end)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there is something that could not be written yet."""
+        return bool(self._pending)
+
     def append(self, rows: bytes) -> None:
         """Write whole lines, after what is still kept.
 

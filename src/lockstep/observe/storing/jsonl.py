@@ -194,9 +194,9 @@ class EventsJsonl(Sink):
     def __call__(self, event: Event) -> None:
         """Append the event's row, once."""
         if isinstance(event, RunStarted):
-            self._written.clear()
-            self._keys = _Keys()
-            self._known_from = -1
+            if not (event.continued and self._file.is_waiting):
+                self._written.clear()
+            self._keys, self._known_from = _Keys(), -1
             if event.continued:
                 self._know(event.step)
         if event.step < self._known_from and not isinstance(event, Warned):
