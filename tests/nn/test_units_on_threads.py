@@ -26,6 +26,7 @@ from tests.nn.unit_models import (
     Twin,
     Words,
 )
+from tests.stepping import advance
 from tests.thread_transport import ThreadTransport, on_ranks
 from torch import nn
 
@@ -61,9 +62,7 @@ def trained(task: type[Words], kind: type[nn.Module], size: int, **keys: Any) ->
         parts = begun(task, kind, transport, **keys)
         mesh = parts.placement.mesh
         own = mesh.of_ranks(mesh.of_each_replica)[transport.rank]
-        batches = parts.loader.stream(own, 0, STEPS)
-        for step in range(STEPS):
-            parts.train_step.run(step, 0, batches)
+        advance(parts, 0, STEPS, own)
         return whole_digest(parts.train_step)
 
     [digest] = set(on_ranks(size, body))
@@ -156,7 +155,7 @@ def test_a_rank_has_a_slice_and_at_most_two_units(
         del waited[id(step.workspace)]
         mesh = parts.placement.mesh
         own = mesh.of_ranks(mesh.of_each_replica)[transport.rank]
-        step.run(0, 0, parts.loader.stream(own, 0, 1))
+        advance(parts, 0, 1, own)
         slices = sum(s.parameters.nbytes for s in step.workspace.every_slice)
         sizes = sorted(s.numel * s.dtype.itemsize for s in flat.segments)
         return most[id(flat)], slices, sum(sizes), sizes[-1], waited[id(step.workspace)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.stepping import advance
 from tests.thread_transport import ThreadTransport, on_ranks
 from tests.whole_snapshot import whole_snapshot
 from torch import Tensor, nn, optim
@@ -93,9 +94,7 @@ def trained(
     if first:
         snapshot = start if transport.rank == 0 else None
         assert restore(snapshot, parts.train_step, transport)["progress"]["step"] == first
-    batches = parts.loader.stream(parts.train_step.workspace.microbatches, first, last)
-    for step in range(first, last):
-        parts.train_step.run(step, 0, batches)
+    advance(parts, first, last)
     taken = whole_snapshot(parts.train_step, last, {})
     return model_digest(parts.model), taken if runtime.is_first else None
 
@@ -116,8 +115,7 @@ def test_one_microbatch_is_plain_training() -> None:
     runtime = Runtime(transport, torch.device("cpu"), 0, "python", 0, lambda _: None, lambda: None)
     task = Classify()
     parts = assemble(task, config(sharded=False, num_microbatches=1), runtime)
-    batches = parts.loader.stream(Range(0, 1), 0, STEPS)
-    norms = [parts.train_step.run(step, 0, batches).grad_norm for step in range(STEPS)]
+    norms = [result.grad_norm for result in advance(parts, 0, STEPS)]
 
     model = task.build_model()
     optimizer = task.build_optimizer(model)
@@ -230,14 +228,12 @@ def test_a_snapshot_is_not_changed_by_later_steps() -> None:
             transport, torch.device("cpu"), 0, "python", 0, lambda _: None, lambda: None
         )
         parts = assemble(Classify(), runtime_config, runtime)
-        batches = parts.loader.stream(parts.train_step.workspace.microbatches, 0, 4)
-        parts.train_step.run(0, 0, batches)
+        advance(parts, 0, 1)
         arguments = (parts.train_step, Progress(step=1), {})
         now = capture(*arguments, parts.train_step.flat_optimizer.state())
         later = capture(*arguments, parts.train_step.flat_optimizer.state())
         before = now()
-        for step in range(1, 4):
-            parts.train_step.run(step, 0, batches)
+        advance(parts, 1, 4)
         after = later()
         pairs = [
             (mine[name], theirs[name])

@@ -12,7 +12,7 @@ from lockstep.config import TrainConfig
 from lockstep.data.loader import BatchSource
 from lockstep.data.sampler import BatchLayout
 from lockstep.engine.audit.lasting_values import Constants
-from lockstep.engine.audit.pass_state import PassState
+from lockstep.engine.audit.pass_state import ForeseenSaves, PassState
 from lockstep.engine.audit.reachable import optimizers_in
 from lockstep.engine.audit.saved_state import kept_by
 from lockstep.engine.digests import Rounding, rounding_of
@@ -39,7 +39,6 @@ from lockstep.engine.step.model import (
     TrainedModel,
     build_model,
     built,
-    saves_foreseen,
     trainable_groups,
 )
 from lockstep.engine.step.train_step import TrainStep
@@ -197,11 +196,12 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime, is_driven: bool 
     size, can_regroup = placement.data.size, transport.can_regroup
     on_all(lambda: check_memory(config, model, kept, size, can_regroup))
     constants = Constants(model, trial.changed)
-    pass_state = _watched(config, task_state, model, compute, loader, splits)
+    total_steps = config.steps or config.epochs * (sampler.steps_per_epoch or 0)
+    saves = ForeseenSaves(config, sampler, total_steps)
+    pass_state = _watched(config.seed, saves, task_state, model, compute, loader, splits)
     on_all(task_state.check)
     facts["phases"] = compute.phases.description()
     facts["hooks"] = [type(hook).__name__ for hook in task_state.hooks]
-    total_steps = config.steps or config.epochs * (sampler.steps_per_epoch or 0)
     train_step = TrainStep(
         runtime,
         config,
@@ -214,7 +214,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime, is_driven: bool 
             constants,
             pass_state,
             sampler.order_digest,
-            saves_foreseen(config, sampler, total_steps),
+            saves,
         ),
     )
     pass_state.optimizers = kept_by(optimizers_in(optimizer).values())
@@ -283,7 +283,8 @@ def _placed(
 
 
 def _watched(
-    config: TrainConfig,
+    seed: int,
+    saves: ForeseenSaves,
     task_state: TaskState,
     model: nn.Module,
     compute: Compute,
@@ -292,7 +293,7 @@ def _watched(
 ) -> PassState:
     """Watch the state that passes may leave behind, in training and in evaluations."""
     datasets = {"train": loader.dataset} | {name: e.dataset for name, e in splits.items()}
-    pass_state = PassState(task_state, model, datasets, config.seed, config.checkpoint.every)
+    pass_state = PassState(task_state, model, datasets, seed, saves)
     loader.guard = compute.guard = pass_state.guard
     for evaluation in splits.values():
         evaluation.watch(pass_state.guard)

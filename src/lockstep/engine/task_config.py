@@ -89,27 +89,23 @@ class LengthReads:
 
     Attributes:
         names: what was read, for messages.
+        bits: what was read, as a number for a step's header.
     """
 
     def __init__(self) -> None:
         self.names: set[str] = set()
+        self.bits = 0
 
     def add(self, names: Iterable[str]) -> None:
         """Note what was read."""
         self.names |= {*names}
+        self.bits = sum(1 << place for place, name in enumerate(_SENT) if name in self.names)
 
     def share(self, transport: Transport) -> None:
         """Note on all ranks what was read on any; a collective."""
         if transport.size > 1:
             for names in transport.gather_json(sorted(self.names)):
                 self.add(names)
-
-    @property
-    def bits(self) -> int:
-        """What was read, as a number for a step's header."""
-        if not self.names:
-            return 0
-        return sum(1 << place for place, name in enumerate(_SENT) if name in self.names)
 
     def add_bits(self, bits: int) -> None:
         """Note what was read on another rank, by its `bits`."""

@@ -221,7 +221,7 @@ _PRESENT = [
 
 
 class Stopwatch:
-    """Adds up seconds by kind of work since the last `restart`.
+    """Adds up seconds by kind of work since it was made.
 
     Attributes:
         compute_s: seconds in forward and backward passes, folding and the optimizer.
@@ -236,14 +236,12 @@ class Stopwatch:
 
     def __init__(self, traffic: Traffic | None = None, device: torch.device | None = None) -> None:
         self.now = perf_counter()
-        self._traffic = traffic or Traffic()
-        self._meter = UsageMeter(device)
-        self.restart()
-
-    def restart(self) -> None:
-        """Set all sums to zero."""
         self.compute_s = self.communication_s = self.data_s = self.checkpoint_s = 0.0
-        self._before = self._totals(is_exact=True)
+        self._traffic, self._meter = traffic or Traffic(), UsageMeter(device)
+        self._newest: Usage | None = None
+        self._first, self._used = Times(0, 0, 0, 0, *self._meter.read()), tuple[float, ...]()
+        counts = self._traffic
+        self._sent = counts.num_calls, counts.sent_bytes, counts.received_bytes
 
     def start(self) -> None:
         """Begin to measure: the next `lap` counts from here."""
@@ -254,6 +252,11 @@ class Stopwatch:
         before = self.now
         self.now = perf_counter()
         return self.now - before
+
+    @property
+    def worked_s(self) -> float:
+        """Seconds in steps: all but those for checkpoints."""
+        return self.compute_s + self.communication_s + self.data_s
 
     def end_pass(self, waited_s: float) -> None:
         """Count a backward pass, and apart from it the seconds that an exchange took inside it."""
@@ -266,17 +269,21 @@ class Stopwatch:
         Args:
             is_exact: whether the process's counters are read now; else as `UsageMeter.read` says.
         """
-        return self._totals(is_exact).since(self._before)
-
-    def _totals(self, is_exact: bool) -> Times:
-        """As `times`, but counted since the process was started."""
-        return Times(
-            self.compute_s,
-            self.communication_s,
-            self.data_s,
-            self.checkpoint_s,
-            *self._meter.read(is_exact),
-            self._traffic.num_calls,
-            self._traffic.sent_bytes,
-            self._traffic.received_bytes,
+        newest = self._meter.read(is_exact)
+        if newest is not self._newest:  # of several short steps one only
+            self._newest = newest
+            self._used = Times(0, 0, 0, 0, *newest).since(self._first)[4 : 4 + len(newest)]
+        counts, (num_calls, sent_bytes, received_bytes) = self._traffic, self._sent
+        return Times._make(
+            (
+                self.compute_s,
+                self.communication_s,
+                self.data_s,
+                self.checkpoint_s,
+                *self._used,
+                counts.num_calls - num_calls,
+                counts.sent_bytes - sent_bytes,
+                counts.received_bytes - received_bytes,
+                0.0,
+            )
         )

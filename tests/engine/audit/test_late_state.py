@@ -5,6 +5,8 @@ from __future__ import annotations
 import builtins
 import functools
 import itertools
+import json
+import math
 import os
 import queue
 import threading
@@ -17,9 +19,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import lockstep as ls
+from lockstep.data.sampler import BatchLayout
+from lockstep.engine.audit import pass_state
+from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.errors import TaskError
 from lockstep.launching import api as front
 from lockstep.launching.api import Session
@@ -27,6 +32,12 @@ from lockstep.launching.api import Session
 SAMPLES = 48
 LATE = 5
 NUM_SEEN = [0]
+
+
+@pytest.fixture(autouse=True)
+def _looks_whenever_it_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found does not depend on how busy the machine is."""
+    monkeypatch.setattr(pass_state, "_LEAST_SECONDS", math.inf)
 
 
 @functools.cache
@@ -400,8 +411,117 @@ def test_state_that_lies_where_nobody_looks_is_found_by_doing_steps_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[ls.Task]
 ) -> None:
     monkeypatch.setenv("LATE_STATE", "0")
-    with pytest.raises(TaskError, match=r"step 7: gave another result|task\.numbers|os\.environ"):
+    with pytest.raises(TaskError, match=r"step 5: gave another result|task\.numbers|os\.environ"):
         run(tmp_path, kind())
+
+
+class AtTheEnd(InThread):
+    """Begins in the last step, which is none that is done again in any case."""
+
+    @property
+    def is_late(self) -> bool:
+        return self.step >= 10
+
+
+def test_the_last_step_is_done_again_if_that_takes_no_longer_than_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(TaskError, match="step 10: gave another result"):
+        run(tmp_path / "found", AtTheEnd(), steps=11)
+    with pytest.raises(TaskError, match="step 10: gave another result"):
+        run(tmp_path / "of_session", AtTheEnd(), steps=13, stop_at_step=11)
+    monkeypatch.setattr(pass_state, "_LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(pass_state, "_MOST_TIME", 0.0)
+    assert run(tmp_path / "missed", AtTheEnd(), steps=11).step == 11
+
+
+def foreseen(num_steps: int, spent: float, **keys: Any) -> list[float]:
+    """How long each of some steps may take to be repeated."""
+    config = ls.TrainConfig(batch_size=12, steps=num_steps, **keys)
+    saves = pass_state.ForeseenSaves(config, BatchLayout(SAMPLES, 12, 1), num_steps)
+    state = pass_state.PassState(TaskState(Late(), ()), Net(), {}, seed=0, saves=saves)
+    state.is_due(0)
+    return [state.seconds_to_repeat(step, spent) for step in range(num_steps)]
+
+
+def test_steps_before_foreseen_checkpoints_are_repeated_within_a_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    least = 0.2
+    monkeypatch.setattr(pass_state, "_MOST_TIME", 0.0)
+    monkeypatch.setattr(pass_state, "_LEAST_SECONDS", least)
+    keys: dict[str, Any] = {"eval_every": 5, "checkpoint": {"every": 6}}
+    due = {step for step, most in enumerate(foreseen(23, 0.0, **keys)) if most}
+    assert due - {7} == {4, 5, 9, 11, 14, 17, 19, 22}
+    at_epochs = {step for step, most in enumerate(foreseen(23, 0.0)) if most}
+    assert at_epochs - {7} == {3, 11, 15, 19, 22}
+    left = foreseen(23, 0.75 * least, **keys)
+    assert (left[5], left[7], left[22]) == (pytest.approx(0.25 * least), math.inf, least)
+
+
+class Counted(Late):
+    """Counts what the loop does once a step; its samples come from a stream."""
+
+    scratch = ("task.seen", "Counted.seen")
+    seen: tuple[list[str], list[float]] = [], []  # of all objects: a run has one of its own
+
+    def hooks(self) -> list[ls.Hook]:
+        task = self
+
+        class Counts(ls.Hook):
+            first_only = True
+
+            def after_step(self, run: ls.Run) -> None:
+                task.seen[0].append(f"hook {run.step} {run.train}")
+
+        return [Counts()]
+
+    def build_scheduler(self, optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        super().after_step(model, step)
+        self.seen[0].append(f"{step} {float(torch.rand(1))}")
+
+    def factor(self, model: Any, loss: ls.Loss) -> float:
+        self.seen[1].append(0.5 + float(torch.rand(1)))
+        return self.seen[1][-1]
+
+
+class CountedStream(Counted):
+    def dataset(self, split: str) -> Any:
+        class Stream(IterableDataset[Any]):
+            def __iter__(self) -> Iterator[Any]:
+                yield from zip(*samples(), strict=True)
+
+        return Stream() if split == "train" else super().dataset(split)
+
+
+def trace(folder: Path) -> list[Any]:
+    """What a run's events say, without what its hardware has to do with."""
+    rows = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    kept = ("event", "step", "num_steps", "epoch", "loss", "metrics", "lr", "samples", "split")
+    return [
+        [row.get(name) for name in kept]
+        for row in rows
+        if row["event"] in ("StepDone", "Evaluated", "CheckpointSaved", "Improved")
+    ]
+
+
+@pytest.mark.parametrize("kind", [Counted, CountedStream])
+def test_a_step_that_is_done_again_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Counted]
+) -> None:
+    monkeypatch.setattr(Counted, "seen", often := ([], []))
+    found = run(tmp_path / "often", kind(), steps=11, log_every=1)
+    monkeypatch.setattr(Counted, "seen", once := ([], []))
+    monkeypatch.setattr(pass_state, "_LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(pass_state, "_MOST_TIME", 0.0)
+    plain = run(tmp_path / "once", kind(), steps=11, log_every=1)
+    assert len(often[1]) > len(once[1]) > 0
+    assert often[0] == once[0] != []
+    assert (found.params_sha256, found.metrics) == (plain.params_sha256, plain.metrics)
+    assert trace(tmp_path / "often") == trace(tmp_path / "once") != []
 
 
 class Memo(Late):

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.nn.unit_models import AsItIs, Normed, Words
+from tests.stepping import advance
 from tests.thread_transport import ThreadTransport, on_ranks
 from torch import nn
 
@@ -73,9 +74,7 @@ class Rank:
     def train(self, first: int, last: int) -> None:
         mesh = self.parts.placement.mesh
         own = mesh.of_ranks(mesh.of_each_replica)[self.parts.placement.world.rank]
-        batches = self.parts.loader.stream(own, first, last)
-        for step in range(first, last):
-            self.parts.train_step.run(step, 0, batches)
+        advance(self.parts, first, last, own)
 
     @property
     def digest(self) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.stepping import advance
 from tests.whole_snapshot import whole_snapshot
 from torch import Tensor, nn, optim
 from torch.utils.data import Dataset, TensorDataset
@@ -89,10 +90,8 @@ def parts_of(build: Build | None = None, **keys: Any) -> Parts:
     return assemble(Fit(build), config, runtime)
 
 
-def advance(parts: Parts, first: int, last: int) -> None:
-    batches = parts.loader.stream(parts.train_step.workspace.microbatches, first, last)
-    for step in range(first, last):
-        parts.train_step.run(step, 0, batches)
+def trained(parts: Parts, first: int, last: int) -> None:
+    advance(parts, first, last)
     if last > first:
         parts.train_step.flat_optimizer.check_state()
 
@@ -104,7 +103,7 @@ def saved(parts: Parts, step: int) -> Snapshot:
 
 def test_a_copy_of_the_state_leaves_a_sharded_optimizer_its_own() -> None:
     parts = parts_of(optimizer=OptimizerConfig(sharded=True))
-    advance(parts, 0, 2)
+    trained(parts, 0, 2)
     before = parts.train_step.flat_optimizer.state()
     assert any(flat.count_nonzero() for flats in before.flats.values() for flat in flats)
     # No rank has all of it, so what is lost here would be lost to a recovery that begins again.
@@ -216,15 +215,15 @@ def test_stopped_and_resumed_gives_the_bits_of_the_straight_run(
     tmp_path: Any, build: Build
 ) -> None:
     straight, first, second = (parts_of(build) for _ in range(3))
-    advance(straight, 0, 6)
-    advance(first, 0, 3)
+    trained(straight, 0, 6)
+    trained(first, 0, 3)
     folder, _ = write(tmp_path, saved(first, 3))
     snapshot = read(folder)
     check_fits(snapshot, second.model, "here")
     check_optimizer_fits(snapshot, second.train_step, "here")
-    advance(second, 0, 1)  # what there was is forgotten
+    trained(second, 0, 1)  # what there was is forgotten
     assert restore(snapshot, second.train_step, LocalTransport())["progress"]["step"] == 3
-    advance(second, 3, 6)
+    trained(second, 3, 6)
     assert bits(second) == bits(straight)
     again, whole = saved(second, 6), saved(straight, 6)
     assert json.dumps(again.meta, sort_keys=True) == json.dumps(whole.meta, sort_keys=True)
@@ -232,7 +231,7 @@ def test_stopped_and_resumed_gives_the_bits_of_the_straight_run(
 
 def test_buffers_that_the_state_dict_leaves_out_are_saved_if_they_change(tmp_path: Any) -> None:
     parts = parts_of()
-    advance(parts, 0, 2)
+    trained(parts, 0, 2)
     snapshot = read(write(tmp_path, saved(parts, 2))[0])
     assert snapshot.buffers.keys() == {"center"}
     assert snapshot.model.keys() == parts.model.state_dict().keys()
@@ -285,7 +284,7 @@ def test_numbers_are_copied_as_they_are_now() -> None:
 
 def test_snapshots_of_before_buffers_and_groups_were_saved_can_be_loaded(tmp_path: Any) -> None:
     parts, other = parts_of(), parts_of()
-    advance(parts, 0, 2)
+    trained(parts, 0, 2)
     taken = saved(parts, 2)
     plain = {
         owner: {k: v for k, v in kept.items() if v != {"tensor": True}}
@@ -299,8 +298,8 @@ def test_snapshots_of_before_buffers_and_groups_were_saved_can_be_loaded(tmp_pat
     restore(snapshot, other.train_step, LocalTransport())
     other.model.center.copy_(parts.model.center)  # type: ignore[operator,arg-type,union-attr]
     other.train_step.state.mark()
-    advance(parts, 2, 4)
-    advance(other, 2, 4)
+    trained(parts, 2, 4)
+    trained(other, 2, 4)
     assert bits(other) == bits(parts)
 
 
@@ -361,7 +360,7 @@ def test_hyperparameters_that_another_version_of_torch_adds_are_not_compared() -
 
 def test_optimizer_tensors_of_another_shape_are_refused() -> None:
     parts = parts_of()
-    advance(parts, 0, 1)
+    trained(parts, 0, 1)
     snapshot = saved(parts, 1)
     snapshot.optimizer["exp_avg/first.weight"] = torch.zeros(3)
     with pytest.raises(CheckpointError, match=r"exp_avg/first.weight is torch.float32 \(3,\)"):
@@ -420,7 +419,7 @@ def test_state_that_no_checkpoint_holds_is_refused_after_the_first_step(
     parts = parts_of(build)
     parts.train_step.flat_optimizer.check_state()
     with pytest.raises(TaskError, match=f"build_optimizer: Own .*{message}|{message}"):
-        advance(parts, 0, 1)
+        trained(parts, 0, 1)
 
 
 def test_empty_state_of_frozen_parameters_is_none() -> None:
@@ -432,23 +431,23 @@ def test_empty_state_of_frozen_parameters_is_none() -> None:
         model.first.weight.requires_grad_(False)  # type: ignore[union-attr]
         return make(touch)(model)
 
-    advance(parts_of(build), 0, 1)
+    trained(parts_of(build), 0, 1)
 
 
 def test_what_an_optimizer_refers_to_may_stay_as_it_is() -> None:
     build = make(lambda o: None, table=torch.ones(3), slow=Slow(), function=len, seen={1, 2})
-    advance(parts_of(build), 0, 1)
+    trained(parts_of(build), 0, 1)
 
 
 def test_random_numbers_of_a_step_depend_on_nothing_but_seed_and_step() -> None:
     one, other = parts_of(KINDS["langevin"]), parts_of(KINDS["langevin"])
-    advance(one, 0, 2)
+    trained(one, 0, 2)
 
     def draw(moment: str, step: int) -> None:
         torch.rand(1 + step)
 
     other.train_step._runtime = dataclasses.replace(other.train_step._runtime, at=draw)
-    advance(other, 0, 2)
+    trained(other, 0, 2)
     assert bits(one) == bits(other)
     assert one.train_step.flat_optimizer.may_draw
     assert not parts_of().train_step.flat_optimizer.may_draw
@@ -457,12 +456,12 @@ def test_random_numbers_of_a_step_depend_on_nothing_but_seed_and_step() -> None:
 def test_an_optimizer_that_draws_random_numbers_is_not_sharded() -> None:
     parts = parts_of(KINDS["langevin"], optimizer=OptimizerConfig(sharded=True))
     with pytest.raises(ConfigError, match=r"Langevin draws random numbers .* mesh.pp=1"):
-        advance(parts, 0, 1)
+        trained(parts, 0, 1)
     still = parts_of(
         lambda m: type("Still", (optim.SGD,), {"elementwise": True})(m.parameters(), lr=0.1),
         optimizer=OptimizerConfig(sharded=True),
     )
-    advance(still, 0, 1)
+    trained(still, 0, 1)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ evaluation, is repeated and must give the same result (`Repetition`).
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,8 +22,10 @@ import torch
 from torch import nn
 
 from lockstep.comm.transport import Transport
+from lockstep.config import TrainConfig
 from lockstep.data.attributes import AttributeGuard, PassAttribute
 from lockstep.data.passes import is_stream
+from lockstep.data.sampler import BatchLayout
 from lockstep.engine.audit.hidden_state import KEYS, Walk, hidden_state, module_globals
 from lockstep.engine.audit.lasting_values import Caches
 from lockstep.engine.audit.reachable import MOST_BYTES
@@ -43,6 +46,25 @@ _QUICK_BYTES = 1 << 16
 """Bytes of a tensor or array that are looked at in frequent checks."""
 _MOST_TIME = 0.002
 """Greatest part of the time that checks of random steps and before checkpoints may take."""
+_LEAST_SECONDS = 0.1
+"""Seconds that they may take in any case: a short run would have none of them."""
+
+
+class ForeseenSaves:
+    """Counts of steps after which it is known beforehand that parameters may be saved."""
+
+    def __init__(self, config: TrainConfig, sampler: BatchLayout, total_steps: int) -> None:
+        every = {config.checkpoint.every, config.eval_every}
+        self._periods = [n for n in {n or sampler.steps_per_epoch for n in every} if n]
+        self._ends = total_steps, config.stop_at_step
+
+    def is_due(self, count: int) -> bool:
+        """Whether a save is foreseen after so many steps."""
+        return self.is_last(count) or 0 in [count % period for period in self._periods]
+
+    def is_last(self, count: int) -> bool:
+        """Whether the run, or this session, ends after so many steps if nothing ends it sooner."""
+        return count in self._ends
 
 
 class PassState:
@@ -62,7 +84,7 @@ class PassState:
         model: nn.Module,
         datasets: Mapping[str, object],
         seed: int,
-        checkpoint_every: int,
+        saves: ForeseenSaves,
     ) -> None:
         """Note what to watch.
 
@@ -71,7 +93,7 @@ class PassState:
             model: model of the task.
             datasets: by the name of their split.
             seed: seed of the run, from which the steps that are looked at are drawn.
-            checkpoint_every: number of steps from one checkpoint to the next; 0 for none.
+            saves: when the run's state will be saved.
         """
         self._task = task_state.task
         hooks = {f"hooks[{i}]": h for i, h in enumerate(task_state.hooks) if not h.first_only}
@@ -87,7 +109,7 @@ class PassState:
         self.caches = Caches(self._kinds)
         self._at_start: dict[str, str] | None = None
         self._seed = seed
-        self._every = checkpoint_every
+        self._saves = saves
         self._modules: dict[str, nn.Module] = {}
         self._began, self._spent = perf_counter(), 0.0
         self._block, self._drawn = -1, 0
@@ -211,25 +233,29 @@ class PassState:
             self._block = step // _BLOCK
             draw = random.Random(f"{self._seed} {self._block}")
             self._drawn = self._block * _BLOCK + draw.randrange(_BLOCK)
-        if step != self._drawn and (not self._every or count % self._every):
+        if step != self._drawn and not self._saves.is_due(count):
             return False
-        return self._spent <= _MOST_TIME * (perf_counter() - self._began)
+        return self._spent <= self._affordable()
 
-    def is_repeated(self, step: int, seconds: float, spent: float) -> bool:
-        """Whether a step is repeated and compared in any case.
+    def seconds_to_repeat(self, step: int, spent: float) -> float:
+        """How long it may take to repeat and compare a step; 0 if that is not due.
 
         State may be where no check can find it: in another folder's module, a file, a thread.
 
         Args:
             step: number of the step, from 0.
-            seconds: duration of its passes.
             spent: seconds that were spent on repeating steps.
         """
         count = step + 1
-        if count & step == 0:  # 8, 64, 512, …
-            return count > 1 and count.bit_length() % _POWERS == 1
-        is_due = step == self._drawn and step // _BLOCK == self._block
-        return is_due and spent + seconds <= _MOST_TIME * (perf_counter() - self._began)
+        if count & step == 0 and count > 1 and count.bit_length() % _POWERS == 1:
+            return math.inf  # 8, 64, 512, …
+        if self._saves.is_last(count):  # nothing of the run is seen later than this
+            return self._affordable()
+        is_drawn = step == self._drawn and step // _BLOCK == self._block
+        return self._affordable() - spent if is_drawn or self._saves.is_due(count) else 0.0
+
+    def _affordable(self) -> float:
+        return max(_LEAST_SECONDS, _MOST_TIME * (perf_counter() - self._began))
 
     def root_of(self, path: str) -> str:
         """The attribute that a path leads to or through: `task.cache` of `task.cache[3].rows`."""

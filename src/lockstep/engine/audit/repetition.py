@@ -14,6 +14,7 @@ from lockstep.engine.digests import checksum
 from lockstep.engine.runtime import Runtime, everywhere
 from lockstep.engine.step.sums import Headers
 from lockstep.engine.step.workspace import Workspace
+from lockstep.engine.timing import Stopwatch
 from lockstep.errors import TaskError, shared
 
 _MOST_SENT = 20
@@ -51,6 +52,8 @@ class Repetition:
         """
         self._guard.begin(cleared=self.is_second)
         if self.is_second:
+            if self._before is None:
+                self._before = self._visible_state()
             # With suspects, results of cached functions stay: `check_unchanged` would not see what
             # every pass changes in those of the functions that replace them.
             self._state.caches.forget(with_functions=not self.suspects)
@@ -95,6 +98,12 @@ class Repetition:
         everyone = transport.gather_json(self.suspects[:_MOST_SENT])
         return [*dict.fromkeys(path for theirs in everyone for path in theirs)]
 
+    @property
+    def changed(self) -> list[str]:
+        """What has changed, directly or further inside, since the state was looked at."""
+        paths = differing(self._before or {}, self._visible_state())
+        return [*dict.fromkeys(map(self._state.root_of, paths))]
+
     def check_unchanged(self) -> None:
         """Refuse values that were changed again when the same passes were repeated.
 
@@ -130,21 +139,23 @@ class Repetition:
         self._state.trust(read, changed)
 
 
-def depends_on(where: str, suspects: Collection[str]) -> TaskError:
+def depends_on(where: str, suspects: Collection[str], cleared: Collection[str] = ()) -> TaskError:
     """The error of a step or evaluation that gave another result the second time.
 
     Args:
         where: phrase that begins the message, such as `step 3`.
         suspects: paths of what passes had left behind.
+        cleared: paths of caches that were cleared for the second time.
     """
     first = next(iter(suspects), "")
     if not first:
+        caches = f"what earlier microbatches have left in {named(cleared)}, or "
         return TaskError(
-            f"{where}: gave another result when it was repeated, though nothing that can be "
-            "reached from the task was changed; something keeps state between microbatches "
-            "elsewhere (in a module of another folder, a file, an environment variable, a thread, "
-            "a setting or a random generator of a library). Let the loss depend on its batch, the "
-            "model and what Task.after_step has set"
+            f"{where}: gave another result when it was repeated, though these passes have changed "
+            f"nothing else that can be reached from the task; look for {caches if cleared else ''}"
+            "state that is elsewhere (in a module of another folder, a file, an environment "
+            "variable, a thread, a setting or a random generator of a library). Let the loss "
+            "depend on its batch, the model and what Task.after_step has set"
         )
     return TaskError(
         f"{where}: gave another result when it was repeated, because of what earlier microbatches "
@@ -170,33 +181,46 @@ class StepAudit:
     Each rank looks at its own passes. All ranks learn from the headers that one of them has a
     suspicion, and all do the step again, this time without what earlier passes had left in
     attributes. A cache makes no difference then; state does. Some steps are done again in any case.
+
+    Args:
+        runtime: the group of ranks.
+        state: what passes may change.
+        watch: says how long steps take.
     """
 
-    def __init__(self, runtime: Runtime, state: PassState) -> None:
+    def __init__(self, runtime: Runtime, state: PassState, watch: Stopwatch) -> None:
         self._runtime = runtime
         self._state = state
+        self._watch = watch
         self._passes = Repetition(state)
         self._step = -1
         self._first: _Outcome | None = None
         self._suspects: list[str] = []
         self._is_given_up = self._is_sampled = False
-        self._began = self._spent = 0.0
+        self._began = self._worked = self._spent = 0.0
+        self._step_s = self._repetition_s = 0.0
 
     def begin(self, step: int) -> None:
         """Before the passes of a step."""
-        self._began = perf_counter()
+        if not self.is_second:
+            self._began = perf_counter()
         if step != self._step:
             if self._first is not None or self._is_given_up:
                 self.forget()
             self._step = step
+            worked = self._watch.worked_s
+            self._step_s, self._worked = worked - self._worked, worked
         is_due = not self._is_given_up and self._state.is_due(step)
         self._passes.begin(is_due, is_quick=(step + 1) & step != 0)
 
     def end(self) -> None:
         """After them."""
         self._passes.end()
-        seconds = perf_counter() - self._began
-        self._is_sampled = self._state.is_repeated(self._step, seconds, self._spent)
+        self._is_sampled = False
+        if (most := self._state.seconds_to_repeat(self._step, self._spent)) > 0:
+            # A GPU may not have begun with these passes; workers that fetch are started again.
+            passes_s = perf_counter() - self._began
+            self._is_sampled = max(passes_s, self._step_s, self._repetition_s) <= most
 
     def leave(self) -> None:
         """An exception has interrupted the passes."""
@@ -254,18 +278,20 @@ class StepAudit:
             self._suspects = self._passes.suspects_of_all(self._runtime.transport)
             self._first = _outcome(scalars, workspace)
             self._passes.is_second = True
+            self._began = perf_counter()
             raise StepRepeated
 
     def _compare(self, second: _Outcome) -> None:
         def check() -> None:
             if repr(second) != repr(self._first):
-                suspects = self._suspects or self._state.caches.paths
-                raise depends_on(f"step {self._step}", suspects)
+                suspects = self._suspects or self._passes.changed
+                raise depends_on(f"step {self._step}", suspects, self._state.caches.paths)
             self._passes.check_unchanged()
             self._passes.trust()
 
         everywhere(self._runtime.transport, check)
-        self._spent += perf_counter() - self._began
+        self._repetition_s = perf_counter() - self._began
+        self._spent += self._repetition_s
         self._first, self._is_given_up = None, True
 
 

@@ -239,7 +239,7 @@ class WholePasses:
         if now != self._stands_on:
             self._stands_on = now
             self._graphs.clear()
-        if (step + 1) & step == 0 or self._parts.is_save_foreseen(step + 1):
+        if (step + 1) & step == 0 or self._parts.saves.is_due(step + 1):
             self._unchecked = {key for key, graph in self._graphs.items() if graph is not None}
 
     def leaf(self, step: int, microbatch: int, batch: Any) -> Leaf:

@@ -6,7 +6,7 @@ import copy
 import math
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import TrainConfig
+from lockstep.engine.audit.pass_state import ForeseenSaves
 from lockstep.engine.carry.distributed_carries import DistributedCarries
 from lockstep.engine.faults import FaultsInside
 from lockstep.engine.flat_tensors import FlatTensors
@@ -58,7 +59,7 @@ class StepParts:
         storage: where gradients, or parameters too, are while their block is not computed; None if
             they are whole in memory.
         task_state: the task and its hooks.
-        is_save_foreseen: as of `StepChecks`.
+        saves: as of `StepChecks`.
     """
 
     runtime: Runtime
@@ -73,7 +74,7 @@ class StepParts:
     tables: Tables | None
     storage: BlockStorage | None
     task_state: TaskState
-    is_save_foreseen: Callable[[int], bool]
+    saves: ForeseenSaves
 
 
 @dataclass

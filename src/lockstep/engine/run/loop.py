@@ -139,8 +139,6 @@ class Trainer:
                     self._reporter.keep_calls(self._state.progress.step)
                     check_can_regroup(self._transport, loss)
                     self._recover()
-                except StepRepeated:
-                    self._do_again()
                 except TaskFailure as failure:
                     self._try_again(failure)
         finally:
@@ -178,7 +176,7 @@ class Trainer:
         yield from self._hand_out()
         while not state.is_over():
             progress = state.progress
-            result = train_step.run(progress.step, progress.decays, self._microbatches.stream)
+            result = self._step(progress)
             state.commit(result)
             self._check_state()
             self._follow_up()
@@ -190,6 +188,16 @@ class Trainer:
             if result.grows and not state.is_over():
                 raise GroupBroken("a new process is to join")
         return self._finish()
+
+    def _step(self, progress: Progress) -> StepResult:
+        """Do a step; twice, if the first time is to be compared with another one."""
+        train_step = self._parts.train_step
+        while True:
+            try:
+                return train_step.run(progress.step, progress.decays, self._microbatches.stream)
+            except StepRepeated:
+                train_step.repair()
+                self._microbatches.refetch(progress.step)
 
     def _check_state(self) -> None:
         """Check once that all state can be saved: an optimizer has state only after a step."""
@@ -314,12 +322,8 @@ class Trainer:
             raise failure
         state.failed_step = step
         self._runtime.emit(Warned(step=step, message=f"step {step} is done again: {failure}"))
-        self._do_again()
-
-    def _do_again(self) -> None:
-        """Prepare to repeat a step that no rank has applied."""
         self._needs_repair = True
-        self._microbatches.refetch(self._state.progress.step)
+        self._microbatches.refetch(step)
 
     def _hint(self, task: Task) -> None:
         """Warn of likely mistakes in the task, and of what it says about its data."""

@@ -16,9 +16,8 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from lockstep.config import TrainConfig
 from lockstep.data.random import Stream, random_key, seed_all
-from lockstep.data.sampler import BatchLayout
 from lockstep.engine.audit.lasting_values import Constants, check_aliases
-from lockstep.engine.audit.pass_state import PassState
+from lockstep.engine.audit.pass_state import ForeseenSaves, PassState
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.optimizer.choice import check_optimizer, default_optimizer, needs_closure
 from lockstep.engine.optimizer.schedulers import Schedulers
@@ -87,26 +86,13 @@ class StepChecks:
         constants: parameters and buffers that passes must not change.
         pass_state: state that passes may leave in task, hooks, datasets and model.
         order_digest: digest of the order of samples in a step, which all ranks must have alike.
-        is_save_foreseen: whether it is known beforehand that parameters may be saved after so many
-            steps.
+        saves: when the run's state will be saved.
     """
 
     constants: Constants
     pass_state: PassState
     order_digest: Callable[[int], int]
-    is_save_foreseen: Callable[[int], bool]
-
-
-def saves_foreseen(
-    config: TrainConfig, sampler: BatchLayout, total_steps: int
-) -> Callable[[int], bool]:
-    """Whether it is known beforehand that parameters may be saved after so many steps."""
-
-    def is_foreseen(count: int) -> bool:
-        is_due = any(sampler.is_due(count, n) for n in (config.checkpoint.every, config.eval_every))
-        return is_due or count in (total_steps, config.stop_at_step)
-
-    return is_foreseen
+    saves: ForeseenSaves
 
 
 class SlicedParameters:

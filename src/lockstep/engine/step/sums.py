@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -33,49 +33,56 @@ STOP_REASONS = (
 
 _Table: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
-_CARRY_LENGTH, _ASKED, _, _SETTINGS, _ORDER, _LOSS, _STORED = range(3, 10)
-"""Places in what `Header.pack` makes."""
+_CARRY_LENGTH, _ASKED, _SUSPICIOUS, _SETTINGS, _ORDER, _LOSS, _STORED = range(3, 10)
+"""Places in a `header`."""
 _NUM_OWN, _NUM_TIMES = 10, len(Times._fields)
 _FEW = 16
 """Rows that Python looks through sooner than numpy."""
 
 
-class Header(NamedTuple):
-    """One rank's header. It travels with the sums, so it costs no message of its own."""
+def header(
+    has_failed: bool,
+    stop_reason: str,
+    grows: bool,
+    times: Times,
+    counters: Iterable[float],
+    carry_length: int = 0,
+    asked: int = 0,
+    is_suspicious: bool = False,
+    settings: int = 0,
+    order: int = 0,
+    loss: int = 0,
+    stored: int = -1,
+) -> list[float]:
+    """One rank's header; it travels with the sums, so it costs no message of its own.
 
-    has_failed: bool
-    """Whether the task's code raised an exception on this rank."""
-    stop_reason: str
-    """Reason for which this rank was asked to end, one of `STOP_REASONS`."""
-    grows: bool
-    """Whether this rank knows of a new process that waits to join."""
-    times: Times
-    """Seconds that this rank has spent so far, by kind of work."""
-    counters: tuple[float, ...]
-    """Integer buffers after this rank's microbatches; -inf where it computed none."""
-    carry_length: int = 0
-    """Number of elements of what this rank's microbatches carry, packed."""
-    asked: int = 0
-    """What code has asked of the run's length on this rank (`LengthReads.bits`)."""
-    is_suspicious: bool = False
-    """Whether this rank's passes have changed state, so that the step has to be done again."""
-    settings: int = 0
-    """Digest of the learning rates of this step and of the optimizer's other settings."""
-    order: int = 0
-    """Digest of the order of the epoch's samples, if the task gives it; 0 where it was not used."""
-    loss: int = 0
-    """Digest of the loss over the whole batch, which each rank computes; 0 if it is no such one."""
-    stored: int = -1
-    """Step up to whose events this rank has stored all, as rank 0 does (`Backlog.stored`)."""
+    Args:
+        has_failed: whether the task's code raised an exception on this rank.
+        stop_reason: reason for which this rank was asked to end, one of `STOP_REASONS`.
+        grows: whether this rank knows of a new process that waits to join.
+        times: seconds that this rank has spent so far, by kind of work.
+        counters: integer buffers after this rank's microbatches; -inf where it computed none.
+        carry_length: number of elements of what this rank's microbatches carry, packed.
+        asked: what code has asked of the run's length on this rank (`LengthReads.bits`).
+        is_suspicious: whether this rank wants the step to be done again, to compare.
+        settings: digest of the learning rates of this step and of the optimizer's other settings.
+        order: digest of the order of the epoch's samples, if the task gives it; 0 where it was not
+            used.
+        loss: digest of the loss over the whole batch, which each rank computes; 0 if it is no such
+            one.
+        stored: step up to whose events this rank has stored all, as rank 0 does
+            (`Backlog.stored`).
 
-    def pack(self) -> list[float]:
-        """As float64 values, `num_values` of them."""
-        stop = STOP_REASONS.index(self.stop_reason)
-        own = (
-            *(self.has_failed, stop, self.grows, self.carry_length, self.asked),
-            *(self.is_suspicious, self.settings, self.order, self.loss, self.stored),
-        )
-        return [*own, *self.counters, *self.times]
+    Returns:
+        Values for float64, `num_values` of them. No object: it is made in every step.
+    """
+    stop = STOP_REASONS.index(stop_reason) if stop_reason else 0
+    return [
+        *(has_failed, stop, grows, carry_length, asked),
+        *(is_suspicious, settings, order, loss, stored),
+        *counters,
+        *times,
+    ]
 
 
 class Headers:
@@ -93,26 +100,25 @@ class Headers:
         """Read them.
 
         Args:
-            values: what `Header.pack` has made on each rank, [ranks, num_values].
+            values: the `header` of each rank, [ranks, num_values].
         """
         self._own: list[list[float]] | _Table
         self.times: list[list[float]] | _Table
-        self._most: list[float]
-        self._least: list[float]
         if len(values) > _FEW:
             values = np.asarray(values)
             self._own, self.times = values[:, :-_NUM_TIMES], values[:, -_NUM_TIMES:]
-            self._most, self._least = self._own.max(axis=0).tolist(), self._own.min(axis=0).tolist()
+            most, least = self._own.max(axis=0).tolist(), self._own.min(axis=0).tolist()
         else:
             rows = values if isinstance(values, list) else values.tolist()
             self._own, self.times = [r[:-_NUM_TIMES] for r in rows], [r[-_NUM_TIMES:] for r in rows]
-            self._most = self._least = self._own[0]
+            most = least = self._own[0]
             if len(rows) > 1:
-                self._most, self._least = [*map(max, *self._own)], [*map(min, *self._own)]
-        has_failed, stop, grows, _, _, is_suspicious, *_ = self._most
-        self.has_failed, self.grows = bool(has_failed), bool(grows)
-        self.is_suspicious = bool(is_suspicious)
-        self.stop_reason = STOP_REASONS[int(stop)]
+                most, least = [*map(max, *self._own)], [*map(min, *self._own)]
+        self._most: list[float] = most
+        self._least: list[float] = least
+        self.has_failed, self.grows = most[0] > 0, most[2] > 0
+        self.is_suspicious = most[_SUSPICIOUS] > 0
+        self.stop_reason = STOP_REASONS[int(most[1])]
 
     def __len__(self) -> int:
         """The number of ranks."""
@@ -130,7 +136,7 @@ class Headers:
 
     @property
     def carry_lengths(self) -> list[int]:
-        """`Header.carry_length` of each rank."""
+        """`carry_length` of each rank."""
         return [int(value) for value in np.asarray(self._own)[:, _CARRY_LENGTH].tolist()]
 
     @property
@@ -142,17 +148,17 @@ class Headers:
 
     @property
     def have_same_settings(self) -> bool:
-        """Whether `Header.settings` is the same on all ranks."""
+        """Whether `settings` is the same on all ranks."""
         return self._most[_SETTINGS] == self._least[_SETTINGS]
 
     @property
     def have_same_order(self) -> bool:
-        """Whether `Header.order` is the same on all ranks that give it."""
+        """Whether `order` is the same on all ranks that give it."""
         return self._is_same(_ORDER)
 
     @property
     def have_same_loss(self) -> bool:
-        """Whether `Header.loss` is the same on all ranks that give it."""
+        """Whether `loss` is the same on all ranks that give it."""
         return self._is_same(_LOSS)
 
     def _is_same(self, column: int) -> bool:
@@ -252,20 +258,20 @@ class StepSums:
             step: number of the step.
             workspace: has the sums of this rank's microbatches.
             error: what this rank's passes have raised, if anything.
-            is_suspicious: whether they have changed state (`Header.is_suspicious`).
-            settings: digest of the optimizer's settings (`Header.settings`).
-            order: digest of the order of samples (`Header.order`).
+            is_suspicious: whether they have changed state (`header`).
+            settings: digest of the optimizer's settings (`header`).
+            order: digest of the order of samples (`header`).
         """
         runtime, is_reported = self._runtime, (step + 1) % self._log_every == 0
         times = self._watch.times(is_exact=is_reported)
         if is_reported and error is None and not self._placement.is_split:
             times = times._replace(grad_norm=workspace.own_norm() / self._loss_scale.value)
-        own = Header(
+        own = header(
             has_failed=error is not None,
             stop_reason=runtime.stop_reason() or "",
             grows=runtime.transport.has_joiner,
             times=times,
-            counters=tuple(self._passes.counters),
+            counters=self._passes.counters,
             carry_length=self._carries.copy_length if self._carries and not error else 0,
             asked=self._asked.bits if self._asked is not None else 0,
             is_suspicious=is_suspicious,
@@ -287,13 +293,13 @@ class StepSums:
                 headers = self._fetched(own, workspace, reduction)
             else:
                 if travels:
-                    _fill(reduction.header, own.pack())
+                    _fill(reduction.header, own)
                 reduction.reduce()
                 if travels:
                     # A copy: the next step's headers come into the same memory.
                     headers = Headers(np.array(reduction.headers().numpy()))
         if headers is None:
-            headers = Headers([own.pack()])
+            headers = Headers([own])
         self._note_asked(own, headers)
         runtime.backlog.keep_from(headers.stored)
         workspace.spread_scalars()
@@ -301,7 +307,10 @@ class StepSums:
         return headers
 
     def _fetched(
-        self, own: Header, workspace: Workspace, reduction: OrderedReduction | CompressedReduction
+        self,
+        own: list[float],
+        workspace: Workspace,
+        reduction: OrderedReduction | CompressedReduction,
     ) -> Headers:
         """Sum on a device; everything that this process needs of it comes by one message."""
         transport, counted = self._runtime.transport, self._passes.counted
@@ -309,11 +318,11 @@ class StepSums:
             reduction.reduce()
             fetched = workspace.fetch(reduction.total.scalars[:0] if counted is None else counted)
             if counted is not None:
-                own = own._replace(counters=tuple(fetched.tolist()))
-            return Headers([own.pack()])
+                own[_NUM_OWN:-_NUM_TIMES] = fetched.tolist()
+            return Headers([own])
         if self._outgoing is None:
             self._outgoing = host_memory(len(reduction.header), self._runtime.device)
-        _fill(self._outgoing, own.pack())
+        _fill(self._outgoing, own)
         reduction.header.copy_(self._outgoing, non_blocking=True)
         if counted is not None:
             reduction.header[_NUM_OWN:-_NUM_TIMES] = counted
@@ -328,17 +337,17 @@ class StepSums:
             transport.observer.wait()
             return Headers(workspace.fetch(reduction.headers()))
 
-    def _note_asked(self, own: Header, headers: Headers) -> None:
+    def _note_asked(self, own: Sequence[float], headers: Headers) -> None:
         """Know what code has asked for on any rank, also if that rank is lost afterwards."""
         # In most steps there is nothing to add.
-        if (asked := headers.asked) != own.asked and self._asked is not None:
+        if (asked := headers.asked) != own[_ASKED] and self._asked is not None:
             self._asked.add_bits(asked)
 
-    def _headers(self, own: Header) -> Headers:
+    def _headers(self, own: list[float]) -> Headers:
         """The headers of all ranks, in a message of their own, which comes before the sums."""
-        world, packed = self._placement.world, own.pack()
-        values = torch.empty(len(packed), dtype=torch.float64, device=self._runtime.device)
-        _fill(values, packed)
+        world = self._placement.world
+        values = torch.empty(len(own), dtype=torch.float64, device=self._runtime.device)
+        _fill(values, own)
         everyone = values.new_empty(world.size * len(values))
         world.all_gather(values, everyone, [len(values)] * world.size)
         return Headers(everyone.view(world.size, -1).numpy(force=True))

@@ -87,7 +87,7 @@ class TrainStep:
         self.loss_scale = LossScale(config.precision)
         self.watch = Stopwatch(placement.world.traffic, runtime.device)
         self._constants = checks.constants
-        self._audit = StepAudit(runtime, checks.pass_state)
+        self._audit = StepAudit(runtime, checks.pass_state, self.watch)
         self.rounds_alike = True
         self._order_digest = checks.order_digest
         self._storage: BlockStorage | None = None
@@ -106,7 +106,7 @@ class TrainStep:
             self.tables = Tables(runtime, config, placement, compute.lookups.tables, total_steps)
         self._parts = parts = StepParts(
             runtime, config, model, compute, state, placement, self.loss_scale, self.watch,
-            self.carries, self.tables, self._storage, task_state, checks.is_save_foreseen,
+            self.carries, self.tables, self._storage, task_state, checks.saves,
         )  # fmt: skip
         # What carries and tables send, this process looks at before it goes on.
         divided = placement.are_coupled or self.carries is not None or self.tables is not None

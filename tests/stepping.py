@@ -1,0 +1,32 @@
+"""Steps without the loop: what it does when a step is done again."""
+
+from __future__ import annotations
+
+from lockstep.engine.assembly import Parts
+from lockstep.engine.audit.repetition import StepRepeated
+from lockstep.engine.step.sums import StepResult
+from lockstep.parallel.layout import Assigned
+
+
+def advance(
+    parts: Parts, first: int, last: int, own: Assigned | None = None, decays: int = 0
+) -> list[StepResult]:
+    """Do steps first <= step < last; what they have come to.
+
+    Args:
+        parts: parts of the run.
+        first: number of the first step.
+        last: number after the last step.
+        own: microbatches of this rank, if its workspace does not say.
+        decays: number of decays of the learning rate so far.
+    """
+    own = parts.train_step.workspace.microbatches if own is None else own
+    batches, results = parts.loader.stream(own, first, last), list[StepResult]()
+    while len(results) < last - first:
+        step = first + len(results)
+        try:
+            results.append(parts.train_step.run(step, decays, batches))
+        except StepRepeated:
+            parts.train_step.repair()
+            batches = parts.loader.stream(own, step, last)
+    return results
