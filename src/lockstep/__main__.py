@@ -6,7 +6,7 @@ import os
 import sys
 from typing import NoReturn
 
-from lockstep.comm.host import collect_seldom
+from lockstep.comm.host import collect_seldom, forget_empty_window
 from lockstep.launching.rank.early import ending_at_interrupt
 
 
@@ -16,6 +16,7 @@ def main() -> NoReturn:
         # With it, the interpreter shows exit codes as tracebacks; it has read it at its start.
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     collect_seldom()
+    forget_empty_window()
     with ending_at_interrupt():
         from lockstep.cli.main import main as command
         from lockstep.launching.warm import Forked

@@ -17,6 +17,7 @@ import pytest
 from tests.conftest import environment, result, slow, target
 
 from lockstep.launching.job.commands import mpirun_command
+from lockstep.observe.showing.terminal import stdout_console
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 SHORT = ("steps=6", "eval_every=2")
@@ -35,6 +36,22 @@ def test_a_pipe_gets_plain_lines_of_at_most_80_columns(lockstep, tmp_path, launc
     assert max(map(len, lines)) <= 80
     assert len([line for line in lines if re.search(r"step \d: .*val: accuracy", line)]) == 3
     assert f"SHA-256     {result(tmp_path / 'r')['params_sha256']}" in lines
+
+
+@pytest.mark.parametrize("size", [{"COLUMNS": "0", "LINES": "0"}, {"COLUMNS": "", "LINES": "x"}])
+def test_a_size_that_is_none_hides_nothing(lockstep, tmp_path, size):
+    done = lockstep("runs", "--help", **size)
+    assert done.returncode == 0
+    assert "Usage" in done.stdout
+    done = lockstep("train", target(), "--run-dir", "r", *SHORT, **size)
+    assert done.returncode == 0, done.stderr
+    assert result(tmp_path / "r")["params_sha256"] in done.stdout
+
+
+def test_a_console_of_a_script_has_columns_too(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "0")
+    monkeypatch.setenv("LINES", "00")
+    assert min(stdout_console().size) > 0
 
 
 @pytest.fixture

@@ -75,6 +75,13 @@ def give_back_large() -> None:
     mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
+def forget_empty_window() -> None:
+    """Drop COLUMNS and LINES where they are 0 or empty, with which `rich` would show nothing."""
+    for name in ("COLUMNS", "LINES"):
+        if not os.environ.get(name, "unset").strip("0 "):
+            del os.environ[name]
+
+
 def collect_seldom() -> None:
     """Have Python look for garbage seldom until `collect_as_usual`, and not at its end.
 

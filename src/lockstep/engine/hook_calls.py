@@ -171,7 +171,7 @@ class Hooks:
         """
         why = _NOT_IN_BODY if self._parts.placement.mesh.tp > 1 else ""
         seed_all(random_key(self._seed, Stream.HOOK, step, len(self._hooks)))
-        with self._changes_kept(_BODY, is_check_due(step)):
+        with self._changes_kept(_BODY, is_check_due(step), with_shared=False):
             self._constants.mark(step)
             rates = self._parts.train_step.rates
             values = rates.values()
@@ -227,25 +227,28 @@ class Hooks:
             is_checked: whether to compare their changes with what a checkpoint would restore.
             before: function that is called first, likewise.
         """
-        with self._changes_kept(name, is_checked):
+        # A hook of the first rank may keep anything anywhere; other ranks see what others change.
+        with_shared = not any(self._hooks[index].first_only for index in hooks)
+        with self._changes_kept(name, is_checked, with_shared):
             before()
             self._each(name, hooks, *arguments)
 
     @contextmanager
-    def _changes_kept(self, name: str, is_checked: bool) -> Iterator[None]:
+    def _changes_kept(self, name: str, is_checked: bool, with_shared: bool) -> Iterator[None]:
         """Keep an exception of user code that runs within it, and restore the engine's own state.
 
         Args:
             name: what the code is called in messages.
             is_checked: whether to compare its changes with what a checkpoint would restore.
+            with_shared: whether to look at classes and modules too.
         """
-        state = self._saved.state() if is_checked else {}
+        state = self._saved.state(with_shared) if is_checked else {}
         try:
             yield
             self._parts.train_step.flat.take_back()
             self._parts.train_step.rates.take_over()
             if is_checked:
-                self._saved.check(state, name)
+                self._saved.check(state, name, with_shared)
         except (Exception, SystemExit) as error:
             self._error = self._error or error
         self._parts.train_step.state.mark()

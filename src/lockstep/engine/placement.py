@@ -143,7 +143,7 @@ class Placement:
         self.in_slices = config.shards_parameters
         self.is_split, self.are_staged = self._num_columns > 1, self._pp > 1
         self.are_coupled = self.is_split or self._in_rounds
-        is_cpu = runtime.device.type == "cpu"
+        is_cpu = runtime.is_on_cpu
         self._shares_memory = config.exchange != "messages" and is_cpu
         # Reductions in rounds have no nodes of ranks, and compressed gradients have other sums.
         self._sums_by_host = (

@@ -170,6 +170,11 @@ class Runtime:
         """Whether this is rank 0, which writes checkpoints and shows events."""
         return self.transport.rank == 0
 
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether this rank computes on the CPU, and nothing goes on without it."""
+        return self.device.type == "cpu"
+
     def emit(self, event: Event) -> None:
         """Pass an event to the listener; on every rank, for any of them may become rank 0."""
         self.listen(event)

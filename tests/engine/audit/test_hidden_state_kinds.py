@@ -10,12 +10,14 @@ import io
 import itertools
 import mmap
 import multiprocessing
+import random
 import sqlite3
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,6 +29,14 @@ Change = Callable[[Any], object]
 
 class Key:
     """Something that can be referred to weakly."""
+
+
+class Named(dict[str, int]):
+    """A dict with attributes."""
+
+
+class Numbered(list[int]):
+    """A list with attributes."""
 
 
 KEY = Key()
@@ -96,6 +106,11 @@ KINDS: dict[str, tuple[Callable[[], Any], Change]] = {
     "slice": (lambda: itertools.islice([1, 2], 2), advance),
     "default of an argument": (lambda: [appended], lambda v: v[0]()),
     "first default": (lambda: [lambda a: a], lambda v: setattr(v[0], "__defaults__", (1,))),
+    "method of NumPy's generator": (lambda: np.random.default_rng(0).random, lambda v: v()),
+    "method of Python's generator": (lambda: random.Random(0).random, lambda v: v()),
+    "method of a list": (lambda: [].append, lambda v: v(1)),
+    "attribute of a dict": (Named, lambda v: setattr(v, "count", 1)),
+    "attribute of a list": (Numbered, lambda v: setattr(v, "count", 1)),
     "key of a config": (OptimizerConfig, lambda v: vars(v).__setitem__("weight_decay", 0.5)),
 }
 

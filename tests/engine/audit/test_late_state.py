@@ -754,6 +754,97 @@ def test_what_no_checkpoint_would_hold_is_found_before_it_is_saved(
     assert not (tmp_path / "checkpoints" / "step_00000013").exists()
 
 
+class StepsInGlobal(Late):
+    def after_step(self, model: nn.Module, step: int) -> None:
+        super().after_step(model, step)
+        NUM_SEEN[0] += 1
+
+
+class StepsInClass(Late):
+    num_steps = 0
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        super().after_step(model, step)
+        type(self).num_steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"num_steps": self.num_steps}
+
+
+class ListInClass(Late):
+    kept: list[int] = []  # noqa: RUF012
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        super().after_step(model, step)
+        self.kept.append(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"kept": self.kept}
+
+
+class HookInClass(Late):
+    def hooks(self) -> list[ls.Hook]:
+        return [CountsInClass()]
+
+
+class CountsInClass(ls.Hook):
+    seen = 0
+
+    def after_step(self, run: ls.Run) -> None:
+        CountsInClass.seen += 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        (StepsInGlobal, r"\.NUM_SEEN\[0\]"),
+        (StepsInClass, r"StepsInClass\.num_steps"),
+        (ListInClass, r"ListInClass\.kept"),
+        (HookInClass, r"CountsInClass\.seen"),
+    ],
+)
+def test_what_after_step_keeps_in_classes_and_modules_is_refused(
+    tmp_path: Path, kind: type[ls.Task], place: str
+) -> None:
+    with pytest.raises(TaskError, match=rf"{place}: is changed by after_step, and belongs to"):
+        run(tmp_path, kind())
+
+
+class Allowed(Late):
+    """Shares, as what it may: a cached function, a variable named in `scratch`, a dict it saves."""
+
+    scratch = ("Allowed.calls",)
+    calls = 0
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.shared = SHARED
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        super().after_step(model, step)
+        type(self).calls += 1
+        self.shared["twice"] = twice(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"shared": dict(self.shared)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.shared.update(state["shared"])
+
+
+SHARED = {"twice": 0}
+
+
+@functools.cache
+def twice(step: int) -> int:
+    return 2 * step
+
+
+def test_what_after_step_shares_may_be_saved_cached_or_named_in_scratch(tmp_path: Path) -> None:
+    assert run(tmp_path, Allowed()).step == 12
+
+
 class GlobalCounter(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         NUM_SEEN[0] += 1

@@ -53,12 +53,15 @@ _ITERATORS: tuple[type[Any], ...] = (
 """Types of iterators whose position can be read, since they can be pickled."""
 _CONTAINERS = (dict, list, set, deque, bytearray, np.ndarray, Tensor)
 """Types that passes may keep something in, and whose content can be restored."""
+_COLLECTIONS = (dict, list, tuple, deque, set, frozenset)
+"""Types whose subclasses have attributes beside their items."""
 _LINK = "_lru_list_elem"
 _WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 _STATEFUL = (
     int, float, np.generic, bytearray, array.array, Tensor, np.ndarray, list, dict, set, deque,
     itertools.count, types.GeneratorType, types.FunctionType, functools.partial,
-    functools._lru_cache_wrapper, contextvars.ContextVar, threading.local, *_ITERATORS, *_WEAK,
+    functools._lru_cache_wrapper, types.MethodType, types.BuiltinMethodType, contextvars.ContextVar,
+    threading.local, *_ITERATORS, *_WEAK,
     *MEMORY, *STREAMS, *GENERATORS,
 )  # fmt: skip
 """Types of a script's global variables that are looked at, beside objects of its classes."""
@@ -76,7 +79,7 @@ KEYS = " keys"
 """The end of the text of a dict's size; that of a list is a number."""
 _HEAP_TYPE = 1 << 9
 """CPython's flag of classes that are made at run time, and so can be changed."""
-_OPAQUE = (types.ModuleType, types.BuiltinFunctionType, types.CodeType)
+_OPAQUE = (types.ModuleType, types.CodeType)
 _OPAQUE_MODULES = frozenset({
     "threading", "_thread", "concurrent", "queue", "_queue", "multiprocessing", "_multiprocessing",
     "logging", "asyncio", "_asyncio", "weakref", "_weakref", "_weakrefset", "io", "_io", "socket",
@@ -254,6 +257,8 @@ def _is_of_own_class(value: object) -> bool:
 
 def _children(value: object) -> Iterator[tuple[str, object]]:
     """What an object is made of, each with what is to be added to its path."""
+    if isinstance(value, _COLLECTIONS) and type(value) not in _BUILT_IN:
+        yield from ((f".{name}", child) for name, child in _attributes(value).items())
     if isinstance(value, dict):  # other mappings may be files
         yield "!", f"{dict.__len__(value)}{KEYS}"
         yield from ((f"[{_key(k)}]", v) for k, v in _items(value))
@@ -285,6 +290,8 @@ def _children(value: object) -> Iterator[tuple[str, object]]:
         yield ".cache", _cached(value)
     elif isinstance(value, functools.partial):
         yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
+    elif isinstance(value, types.BuiltinMethodType):
+        yield "", value.__self__  # a module's, or of a generator: `rng.random`
     elif isinstance(value, types.MethodType):
         yield from (("", value.__self__), ("", value.__func__))
     elif isinstance(value, (staticmethod, classmethod)):
@@ -298,7 +305,7 @@ def _children(value: object) -> Iterator[tuple[str, object]]:
             yield ".__defaults__", (value.__defaults__, value.__kwdefaults__)
         yield from ((f".{name}", child) for name, child in vars(value).items())
     elif isinstance(value, type):
-        yield from ((f".{name}", child) for name, child in _own(value).items())
+        yield from ((f".{name}", child) for name, child in own_attributes(value).items())
     else:
         yield from ((f".{name}", child) for name, child in _attributes(value).items())
 
@@ -318,13 +325,13 @@ def _attributes(value: object) -> dict[str, object]:
     for kind in type(value).__mro__:
         parts |= _slots(kind, value)
         if not is_library(kind.__module__):
-            own = _own(kind)
+            own = own_attributes(kind)
             overridden = {n: v for n, v in own.items() if n in parts and callable(v)}
             parts |= own | parts | {f"{kind.__name__}.{n}": v for n, v in overridden.items()}
     return parts
 
 
-def _own(kind: type) -> dict[str, object]:
+def own_attributes(kind: type) -> dict[str, object]:
     """Attributes of a class itself."""
     own = {
         name: value

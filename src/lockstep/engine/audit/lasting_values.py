@@ -206,7 +206,7 @@ class Caches:
         self._first: dict[str, tuple[Any, Any]] = {}
         self._num_bytes = 0
         self._now: list[tuple[Any, Any]] = []
-        self._functions = list(_cached_functions(kinds))
+        self._functions = list(cached_functions(kinds))
         self._is_forgotten = False
 
     @property
@@ -248,7 +248,7 @@ class Caches:
             _set(owner, name, function)
 
 
-def _cached_functions(kinds: Iterable[type]) -> Iterable[tuple[Any, str, Any]]:
+def cached_functions(kinds: Iterable[type]) -> Iterable[tuple[Any, str, Any]]:
     """Functions of `functools.lru_cache` with what they are attributes of, and their names."""
     own = {base for kind in kinds for base in kind.__mro__}
     names = {base.__module__ for base in own}

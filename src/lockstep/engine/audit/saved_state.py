@@ -8,11 +8,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import nn, optim
 
 from lockstep.data.loader import BatchSource
-from lockstep.engine.audit.hidden_state import differing, hidden_state
+from lockstep.engine.audit.hidden_state import (
+    Walk,
+    differing,
+    hidden_state,
+    is_library,
+    module_globals,
+    own_attributes,
+)
+from lockstep.engine.audit.lasting_values import cached_functions
 from lockstep.engine.audit.pass_state import is_check_due
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.task_config import is_scratch, rebuilt
 from lockstep.errors import TaskError
+
+_SHARED = "shared: "
+"""Begins the paths of what belongs to classes and modules."""
 
 
 class SavedState:
@@ -31,33 +42,72 @@ class SavedState:
         self._loader = loader
         self._own: dict[str, str] = {}
         self._num_checks = 0
+        roots = {"task": state.task, "model": model} | _saved_hooks(state)
+        bases = [b for o in Walk(roots).objects.values() for b in type(o).__mro__]
+        self._kinds = [k for k in dict.fromkeys(bases) if not is_library(k.__module__)]
+        # What they keep follows from their arguments.
+        self._functions = [function for _, _, function in cached_functions(self._kinds)]
 
-    def state(self) -> dict[str, str]:
-        """Everything that can be reached from task, hooks, model and dataset, by its path."""
+    def state(self, with_shared: bool = False) -> dict[str, str]:
+        """Everything that can be reached from task, hooks, model and dataset, by its path.
+
+        Args:
+            with_shared: whether to look at what their classes and modules keep, too.
+        """
         # Separately, since a dataset may be reached from the task too.
         inside = hidden_state({"dataset('train')": self._loader.dataset})
         # The optimizer's own state is saved, also where the task refers to the optimizer.
         saved = kept_by(self._optimizers)
         roots = {"task": self._state.task, "model": self._model} | _saved_hooks(self._state)
-        return hidden_state(roots, saved) | inside
+        if not with_shared:
+            return hidden_state(roots, saved) | inside
+        attributes, variables = self._shared()
+        without = [*saved, *self._functions, *self._kinds]
+        return hidden_state(attributes | roots | variables, without) | inside
 
-    def check(self, before: Mapping[str, str], caller: str) -> None:
+    def _shared(self) -> tuple[dict[str, object], dict[str, object]]:
+        """Attributes of classes, and global variables, that objects of other processes lack.
+
+        An object finds its class's attributes too, so these have to come before it. It may also
+        keep and restore what a global variable refers to, which comes after it.
+        """
+        attributes, variables = dict[str, object](), dict[str, object]()
+        for kind in self._kinds:
+            for name, value in own_attributes(kind).items():
+                attributes[f"{_SHARED}{kind.__qualname__}.{name}"] = value
+            for path, value in module_globals(kind, beside=False).items():
+                variables[_SHARED + path] = value
+        return attributes, variables
+
+    def check(self, before: Mapping[str, str], caller: str, with_shared: bool = False) -> None:
         """Refuse changes that a resumed run, or a process that fetches data, would not see.
 
         Args:
             before: the state before the code ran.
             caller: name of the code, for messages.
+            with_shared: as for `state`.
 
         Raises:
             TaskError: naming the first.
         """
-        now, task = self.state(), self._state.task
-        changed = [path for path in differing(before, now) if not is_scratch(task, path)]
+        now, task = self.state(with_shared), self._state.task
+        changed = [
+            path
+            for path in differing(before, now)
+            if not is_scratch(task, path.removeprefix(_SHARED))
+        ]
         own = [path for path in changed if path.startswith(("task", "hooks"))]
         self._own |= dict.fromkeys(own, caller)
         back = self._restored() if own else {}
         for path in changed:
             name = path.rstrip("!")
+            if path.startswith(_SHARED):
+                place = name.removeprefix(_SHARED)
+                raise TaskError(
+                    f"{place}: is changed by {caller}, and belongs to a class or a module, so no "
+                    "checkpoint holds it; keep it in self, and save it by state_dict; if no result "
+                    f"depends on it, say so: `scratch = ({place!r},)` in the task's class"
+                )
             if path.startswith("dataset"):
                 if self._loader.num_workers:
                     raise TaskError(

@@ -345,7 +345,6 @@ class Checkpointer:
             check_training_state(snapshot, self._config, parts.total_steps, parts.train_step, where)
             check_optimizer_fits(snapshot, parts.train_step, where)
             check_optimizer_state(snapshot, parts.train_step, where)
-            # Only now that this one can be used: damaged newer ones stay if it is refused.
             missing = sorted(parts.train_step.state.unsaved.keys() - snapshot.buffers.keys())
             if missing:
                 warnings.append(
@@ -353,7 +352,6 @@ class Checkpointer:
                     f"{', '.join(missing)} have their initial values, so the result may differ "
                     "from an uninterrupted run's"
                 )
-            self._adopt(Progress.from_state_dict(snapshot.meta["progress"]))
             places = snapshot.meta["sampler"].get("places", ())
             return warnings, data.pass_starts, places, snapshot.meta.get("asked")
 
@@ -376,8 +374,8 @@ class Checkpointer:
         self._parts.loader.set_places(places)
         meta = self._transport.gather_json(snapshot.meta if snapshot else {})[0]
         progress = Progress.from_state_dict(meta["progress"])
-        if owners.are_several:
-            on_owners(self._transport, owners, lambda: self._adopt(progress))
+        # Only now that this one can be used: damaged newer ones stay if it is refused.
+        on_owners(self._transport, owners, lambda: self._adopt(progress))
         opened = opened_everywhere(self._transport, snapshot)
         if opened is not None:
             with self._runtime.heartbeat.on_disk():

@@ -116,7 +116,7 @@ class Passes:
         self._parts, self.is_again = parts, False
         self._scalars = torch.zeros(self.num_scalars, dtype=torch.float64)
         self._numbers = self._scalars.numpy()
-        self._is_on_host = parts.runtime.device.type == "cpu"
+        self._is_on_host = parts.runtime.is_on_cpu
         self.use(flat)
 
     @property

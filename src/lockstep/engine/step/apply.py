@@ -221,7 +221,7 @@ class Reevaluation:
             if isinstance(raised, GroupBroken) and not self._placement.are_coupled:
                 raise  # a rank was lost while outputs were gathered (`Task.batch_loss`)
             error = raised  # all ranks learn of it by the header
-        headers = self._sums.reduce(step, workspace, error)
+        headers = self._sums.reduce(workspace, error)
         loss, weight = workspace.scalars()[:2]
         self._sums.check(step, error, headers, [0.0, weight])
         for own in workspace.every_slice:

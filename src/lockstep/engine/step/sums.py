@@ -238,16 +238,15 @@ class StepSums:
         self._loss_scale, self._carries, self._tables = (
             parts.loss_scale, parts.carries, parts.tables,
         )  # fmt: skip
-        self._log_every = parts.config.log_every
-        self._is_remote = parts.runtime.device.type != "cpu"
+        self._is_remote = not parts.runtime.is_on_cpu
         self._outgoing: Tensor | None = None
         self._passes, self._asked = passes, asked
 
     def reduce(
         self,
-        step: int,
         workspace: Workspace,
         error: Raised | None,
+        is_reported: bool = False,
         is_suspicious: bool = False,
         settings: int = 0,
         order: int = 0,
@@ -255,14 +254,14 @@ class StepSums:
         """The canonical sum over all ranks, and every rank's header.
 
         Args:
-            step: number of the step.
             workspace: has the sums of this rank's microbatches.
             error: what this rank's passes have raised, if anything.
+            is_reported: whether the header has the norm of this rank's own gradient.
             is_suspicious: whether they have changed state (`header`).
             settings: digest of the optimizer's settings (`header`).
             order: digest of the order of samples (`header`).
         """
-        runtime, is_reported = self._runtime, (step + 1) % self._log_every == 0
+        runtime = self._runtime
         times = self._watch.times(is_exact=is_reported)
         if is_reported and error is None and not self._placement.is_split:
             times = times._replace(grad_norm=workspace.own_norm() / self._loss_scale.value)

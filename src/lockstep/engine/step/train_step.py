@@ -110,7 +110,7 @@ class TrainStep:
         )  # fmt: skip
         # What carries and tables send, this process looks at before it goes on.
         divided = placement.are_coupled or self.carries is not None or self.tables is not None
-        self._shares_in_stream = self.sharded and runtime.device.type != "cpu" and not divided
+        self._shares_in_stream = self.sharded and not runtime.is_on_cpu and not divided
         self._passes = Passes(parts, flat)
         self._sums = StepSums(parts, self._passes, length_reads(task_state.task.config))
         self.parameters = SlicedParameters(model, placement)
@@ -231,7 +231,12 @@ class TrainStep:
         if self._runtime.transport.size > 1:
             settings, order = self.rates.digest(), self._order_digest(step)
         headers = self._sums.reduce(
-            step, self.workspace, error, self._audit.is_suspicious, settings, order
+            self.workspace,
+            error,
+            is_reported=(step + 1) % self._parts.config.log_every == 0,
+            is_suspicious=self._audit.is_suspicious,
+            settings=settings,
+            order=order,
         )
         self._runtime.at("reduced", step)
         scalars = self.workspace.scalars()

@@ -13,6 +13,7 @@ from itertools import groupby
 from rich.console import Console
 from rich.text import Text
 
+from lockstep.comm.host import forget_empty_window
 from lockstep.engine.events import Evaluated, Joined, RunStarted
 from lockstep.observe import text
 from lockstep.observe.text import Pairs, count
@@ -40,6 +41,7 @@ def stdout_console() -> Console:
 
     FORCE_COLOR gives colours to a log file too, but no progress bar.
     """
+    forget_empty_window()
     shown = sys.stdout is not None and sys.stdout.isatty() and _reaches_terminal()
     capable = os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
     if not shown and not os.environ.get("FORCE_COLOR"):
