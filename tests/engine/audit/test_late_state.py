@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.stepping import repeat_no_more_steps
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
@@ -430,8 +431,7 @@ def test_the_last_step_is_done_again_if_that_takes_no_longer_than_it_may(
         run(tmp_path / "found", AtTheEnd(), steps=11)
     with pytest.raises(TaskError, match="step 10: gave another result"):
         run(tmp_path / "of_session", AtTheEnd(), steps=13, stop_at_step=11)
-    monkeypatch.setattr(pass_state, "_LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(pass_state, "_MOST_TIME", 0.0)
+    repeat_no_more_steps(monkeypatch)
     assert run(tmp_path / "missed", AtTheEnd(), steps=11).step == 11
 
 
@@ -515,8 +515,7 @@ def test_a_step_that_is_done_again_counts_once(
     monkeypatch.setattr(Counted, "seen", often := ([], []))
     found = run(tmp_path / "often", kind(), steps=11, log_every=1)
     monkeypatch.setattr(Counted, "seen", once := ([], []))
-    monkeypatch.setattr(pass_state, "_LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(pass_state, "_MOST_TIME", 0.0)
+    repeat_no_more_steps(monkeypatch)
     plain = run(tmp_path / "once", kind(), steps=11, log_every=1)
     assert len(often[1]) > len(once[1]) > 0
     assert often[0] == once[0] != []

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.launching.api.test_train import Line
 from tests.launching.api.test_train import config as line_config
+from tests.stepping import repeat_no_more_steps
 from torch import nn, optim
 from torch.optim import lr_scheduler as torchs
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -543,7 +544,10 @@ class CountsPasses(Line):
         return super().loss(model, batch)
 
 
-def test_the_first_pass_of_lbfgs_is_computed_once(tmp_path: Path) -> None:
+def test_the_first_pass_of_lbfgs_is_computed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repeat_no_more_steps(monkeypatch)
     passes = []
     for steps in (20, 21):
         task = CountsPasses()

@@ -111,7 +111,8 @@ class PassState:
         self._seed = seed
         self._saves = saves
         self._modules: dict[str, nn.Module] = {}
-        self._began, self._spent = perf_counter(), 0.0
+        self._began, self._spent, self._look_s = perf_counter(), 0.0, 0.0
+        self._is_free = True  # looks in few steps do not count
         self._block, self._drawn = -1, 0
 
     def open(self) -> None:
@@ -211,7 +212,8 @@ class PassState:
             for path, text in texts.items()
             if not is_part_of(path, known) and not self.is_scratch(path)
         }
-        self._spent += perf_counter() - began
+        self._look_s = perf_counter() - began
+        self._spent += 0.0 if self._is_free else self._look_s
         return texts
 
     def _all_roots(self) -> dict[str, object]:
@@ -227,12 +229,15 @@ class PassState:
             step: number of the step, from 0.
         """
         count = step + 1
-        if count & step == 0:
+        self._is_free = count & step == 0
+        if self._is_free:
             return True
         if step // _BLOCK != self._block:
             self._block = step // _BLOCK
             draw = random.Random(f"{self._seed} {self._block}")
             self._drawn = self._block * _BLOCK + draw.randrange(_BLOCK)
+        if self._saves.is_last(count):
+            return self._look_s <= self._affordable()
         if step != self._drawn and not self._saves.is_due(count):
             return False
         return self._spent <= self._affordable()

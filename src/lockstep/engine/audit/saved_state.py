@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
+from types import FunctionType
 
 from torch import nn, optim
 
@@ -24,6 +25,7 @@ from lockstep.errors import TaskError
 
 _SHARED = "shared: "
 """Begins the paths of what belongs to classes and modules."""
+_FUNCTIONS = (FunctionType, staticmethod, classmethod, property)
 
 
 class SavedState:
@@ -61,23 +63,24 @@ class SavedState:
         roots = {"task": self._state.task, "model": self._model} | _saved_hooks(self._state)
         if not with_shared:
             return hidden_state(roots, saved) | inside
-        attributes, variables = self._shared()
+        before, after = self._shared()
         without = [*saved, *self._functions, *self._kinds]
-        return hidden_state(attributes | roots | variables, without) | inside
+        return hidden_state(before | roots | after, without) | inside
 
     def _shared(self) -> tuple[dict[str, object], dict[str, object]]:
         """Attributes of classes, and global variables, that objects of other processes lack.
 
         An object finds its class's attributes too, so these have to come before it. It may also
-        keep and restore what a global variable refers to, which comes after it.
+        keep and restore what a function or a global variable refers to, which comes after it.
         """
-        attributes, variables = dict[str, object](), dict[str, object]()
+        before, after = dict[str, object](), dict[str, object]()
         for kind in self._kinds:
             for name, value in own_attributes(kind).items():
-                attributes[f"{_SHARED}{kind.__qualname__}.{name}"] = value
+                there = after if isinstance(value, _FUNCTIONS) else before
+                there[f"{_SHARED}{kind.__qualname__}.{name}"] = value
             for path, value in module_globals(kind, beside=False).items():
-                variables[_SHARED + path] = value
-        return attributes, variables
+                after[_SHARED + path] = value
+        return before, after
 
     def check(self, before: Mapping[str, str], caller: str, with_shared: bool = False) -> None:
         """Refuse changes that a resumed run, or a process that fetches data, would not see.
