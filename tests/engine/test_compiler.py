@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from typing import Any
 
+import pytest
+from tests.conftest import run
+
+LEAN = f"{Path(__file__).parents[1] / 'nn' / 'models.py'}:Lean"
 TRAINING = """
 import sys
 from lockstep.cli.main import main
 
-sys.argv = ["lockstep", "train", "digits", "steps=4", "checkpoint.every=2", *sys.argv[1:]]
+sys.argv = ["lockstep", "train", "digits", "steps=4", "checkpoint.every=2"]
 try:
     main()
 except SystemExit as ended:
@@ -43,16 +46,20 @@ assert sys.modules["torch._dynamo"].__loader__ is sys.modules["torch._dynamo"]._
 """
 
 
-def in_new_process(code: str, folder: Path, *arguments: str) -> None:
-    argv = [sys.executable, "-c", code, *arguments]
-    ended = subprocess.run(
-        argv, cwd=folder, capture_output=True, text=True, timeout=120, check=False
-    )
+def in_new_process(code: str, folder: Path) -> None:
+    ended = run([sys.executable, "-c", code], folder)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def test_training_does_not_import_the_compiler(tmp_path: Path) -> None:
     in_new_process(TRAINING, tmp_path)
+
+
+@pytest.mark.no_ranks  # two that sleep while they wait
+def test_stages_with_values_by_name_do_not_import_the_compiler(lockstep: Any) -> None:
+    keys = ("init=by_name", "mesh.pp=2", "steps=2", "batch_size=8")
+    ended = lockstep("train", LEAN, "-n", 2, "--launcher", "local", *keys)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 @pytest.mark.slow

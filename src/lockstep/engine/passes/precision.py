@@ -151,15 +151,14 @@ class _Loaded(Loader):
 
 
 def _disabled_methods() -> Iterator[Callable[..., Any]]:
-    """Methods that the compiler is to leave alone: of optimizers, and of Lockstep's own modes."""
+    """Methods that the compiler is to leave alone: of optimizers, and of modes of dispatch."""
     for name in ("add_param_group", "state_dict", "load_state_dict", "zero_grad"):
         method = getattr(optim.Optimizer, name)
         if hasattr(method, "__wrapped__"):
             yield method.__wrapped__
     for mode in TorchDispatchMode.__subclasses__():
-        method = mode.__torch_dispatch__
-        if mode.__module__.startswith("lockstep.") and hasattr(method, "__wrapped__"):
-            yield method.__wrapped__
+        if hasattr(mode.__torch_dispatch__, "__wrapped__"):
+            yield mode.__torch_dispatch__.__wrapped__
 
 
 def _compile_by_shape() -> None:
