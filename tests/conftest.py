@@ -1,5 +1,6 @@
 """Starting real ranks."""
 
+import contextlib
 import gc
 import json
 import os
@@ -32,7 +33,8 @@ settings.load_profile("lockstep")
 
 WARM = {}
 """Environment variables with which interpreters start in a forked process."""
-
+_SHARED = pytest.StashKey()
+"""These variables, in the process that starts workers of pytest-xdist."""
 
 _ALONE = ("accelerator", "campaigns", "cli", "comm", "distributed", "lab", "launching", "slurm")
 """Folders of tests that start ranks or watch the time: never two of them at once."""
@@ -49,6 +51,16 @@ def pytest_configure():
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.disable()  # while modules and tests come, which all stay (`pytest_runtestloop`)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Let a worker of pytest-xdist use the one warm server of all workers."""
+    if _SHARED not in node.config.stash:
+        stack = contextlib.ExitStack()
+        node.config.add_cleanup(stack.close)
+        node.config.stash[_SHARED] = stack.enter_context(warm_server())
+    node.workerinput["warm"] = node.config.stash[_SHARED]
 
 
 @pytest.hookimpl(tryfirst=True)  # before the tests run
@@ -83,8 +95,9 @@ def _one_thread():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _warm_interpreters():
-    with warm_server() as variables:
+def _warm_interpreters(pytestconfig):
+    shared = getattr(pytestconfig, "workerinput", {}).get("warm")
+    with contextlib.nullcontext(shared) if shared else warm_server() as variables:
         WARM.update(variables)
         yield
     WARM.clear()
