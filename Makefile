@@ -22,7 +22,7 @@ venv: .venv/.installed
 train: venv
 	$(BIN)/lockstep train digits -n 2
 
-# Three at once on two cores, for tests of ranks often wait; but never two that start ranks.
+# Three at once on two cores, for tests of ranks often wait; at most two that start ranks.
 test: venv
 	$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not slow and not slurm and not docs" \
 		--durations=25

@@ -36,8 +36,8 @@ WARM = {}
 _SHARED = pytest.StashKey()
 """These variables, in the process that starts workers of pytest-xdist."""
 
-_ALONE = ("accelerator", "campaigns", "cli", "comm", "distributed", "lab", "launching", "slurm")
-"""Folders of tests that start ranks or watch the time: never two of them at once."""
+_STARTERS = ("accelerator", "campaigns", "cli", "comm", "distributed", "lab", "launching", "slurm")
+"""Folders of tests that start ranks or watch the time: at most two of them at once."""
 
 _PATIENT = {"local", "torchrun"}
 """Launchers whose ranks sleep while they wait, by what tests are parametrized with."""
@@ -72,20 +72,27 @@ def pytest_runtestloop():
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items):
-    """Put tests that need the machine into one group, which one worker of pytest-xdist runs.
+    """Put tests that start ranks into two groups, each of which one worker of pytest-xdist runs.
 
-    Ranks under MPI wait busily: with twice as many of them as cores, each is slower than twice.
+    Ranks wait for each other longer the more of them share the cores. But much of a start is
+    waiting, so that one such group alone would leave cores idle.
     """
+    queues = {}  # of files, each by itself
     for item in items:
         folders = item.path.relative_to(Path(__file__).parent).parts
-        is_alone = (
-            folders[0] in _ALONE and folders[1] != "api" and _ONE_PROCESS not in item.fixturenames
+        starts = (
+            folders[0] in _STARTERS
+            and folders[1] != "api"
+            and _ONE_PROCESS not in item.fixturenames
         )
-        is_alone |= not _STARTING.isdisjoint(item.fixturenames)
+        starts |= not _STARTING.isdisjoint(item.fixturenames)
         values = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        is_alone &= _PATIENT.isdisjoint(v for v in values if isinstance(v, str))
-        is_alone &= item.get_closest_marker("no_ranks") is None
-        item.add_marker(pytest.mark.xdist_group("ranks" if is_alone else item.path.name))
+        starts &= _PATIENT.isdisjoint(v for v in values if isinstance(v, str))
+        starts &= item.get_closest_marker("no_ranks") is None
+        group = item.path.name
+        if starts:
+            group = f"ranks {queues.setdefault(item.path, len(queues) % 2)}"
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -115,7 +122,8 @@ def environment(cold=False, **env):
     warm = {} if cold else dict(WARM)
     if warm and "PYTHONPATH" in env:
         warm["PYTHONPATH"] += os.pathsep + env.pop("PYTHONPATH")
-    return {**clean, "COLUMNS": "200", **env, **warm}
+    # Tests share the cores: ranks that wait must not keep others from working.
+    return {**clean, "OMPI_MCA_mpi_yield_when_idle": "1", "COLUMNS": "200", **env, **warm}
 
 
 def run(argv, cwd, timeout=240, cold=False, **env):
