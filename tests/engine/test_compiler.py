@@ -13,7 +13,9 @@ LEAN = f"{Path(__file__).parents[1] / 'nn' / 'models.py'}:Lean"
 TRAINING = """
 import sys
 from lockstep.cli.main import main
+from lockstep.engine.passes.precision import use_deterministic_algorithms
 
+use_deterministic_algorithms(True)  # as on a GPU
 sys.argv = ["lockstep", "train", "digits", "steps=4", "checkpoint.every=2"]
 try:
     main()
@@ -27,10 +29,11 @@ COMPILING = """
 import sys
 import torch
 from torch import nn
-from lockstep.engine.passes.precision import keep_compiler_out
+from lockstep.engine.passes.precision import keep_compiler_out, use_deterministic_algorithms
 
 keep_compiler_out()
 keep_compiler_out()
+use_deterministic_algorithms(True)
 model = nn.Linear(3, 4)
 optimizer = torch.optim.Adam(model.parameters())
 assert "torch._dynamo" not in sys.modules
@@ -39,6 +42,9 @@ for rows in range(2, 18):
     compiled(torch.ones(rows, 3))
 from torch._dynamo.utils import counters
 assert counters["frames"]["ok"] == 16, counters["frames"]
+assert sys.modules["torch._inductor.config"].deterministic
+use_deterministic_algorithms(False)
+assert not sys.modules["torch._inductor.config"].deterministic
 optimizer.zero_grad()
 assert torch.optim.Optimizer.zero_grad.__wrapped__.__dict__["__dynamo_disable"].__name__
 assert sys.modules["torch._dynamo"].__loader__ is sys.modules["torch._dynamo"].__spec__.loader

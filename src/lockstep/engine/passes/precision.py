@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -161,7 +162,18 @@ def _disabled_methods() -> Iterator[Callable[..., Any]]:
             yield mode.__torch_dispatch__.__wrapped__
 
 
+def use_deterministic_algorithms(mode: bool, warn_only: bool = False) -> None:
+    """As torch's function of this name, which imports the compiler to tell it so."""
+    if _COMPILER in sys.modules:
+        torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+    else:
+        torch._C._set_deterministic_algorithms(mode, warn_only=warn_only)
+
+
 def _compile_by_shape() -> None:
+    if torch.are_deterministic_algorithms_enabled():  # and that was not said (see above)
+        kernels: Any = importlib.import_module("torch._inductor.config")
+        kernels.deterministic = True
     config = sys.modules[_COMPILER].config
     config.automatic_dynamic_shapes = False
     config.recompile_limit = _MANY
