@@ -47,13 +47,8 @@ class Place:
     @staticmethod
     def of(tensor: Tensor) -> Place:
         """That of a tensor."""
-        return Place(
-            storage_of(tensor),
-            tensor.dtype,
-            tensor.shape,
-            tensor.stride(),
-            int(tensor.storage_offset()),
-        )
+        layout = tensor.dtype, tensor.shape, tensor.stride()
+        return Place(storage_of(tensor), *layout, int(tensor.storage_offset()))
 
 
 @dataclass
