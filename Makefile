@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 # Containers often set it; then each interpreter that a test starts compiles Lockstep again.
 export PYTHONDONTWRITEBYTECODE :=
-# Compiled afterwards, on all cores.
+# Compiled afterwards, on all cores, with Lockstep itself.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 .PHONY: venv train test test-docs test-fuzz test-campaigns test-slow test-slurm test-slurm-slow lint types docs docs-tables docs-pictures docs-run docs-screens bench clean
@@ -16,13 +16,13 @@ venv: .venv/.installed
 	$(PYTHON) -m venv .venv
 	$(INSTALL) "$(TORCH)"
 	$(INSTALL) --editable ".[recipes,tensorboard,dev]"
-	$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null || true
+	$(BIN)/python -m compileall -q -j 0 .venv/lib src >/dev/null || true
 	touch $@
 
 train: venv
 	$(BIN)/lockstep train digits -n 2
 
-# Three at once on two cores, for tests of ranks often wait; but never two that start ranks.
+# Three at once on two cores, for tests of ranks often wait; at most two that start ranks.
 test: venv
 	$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not slow and not slurm and not docs" \
 		--durations=25

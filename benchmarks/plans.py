@@ -13,10 +13,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from lab.network import Lab
 from lab.ranks import start_ranks
@@ -116,9 +117,12 @@ def main() -> None:
     args = parser.parse_args()
     cases = [case for case in CASES if not args.only or case.name in args.only]
     shapes = () if args.without_lab else SHAPES
+    there = _there()
     facts = machine(("torch", "mpi4py")) | {"command": command("plans")}
+    if args.only and there:  # the others' rows are of the page's own command
+        facts["command"] = there["facts"]["command"]
     pairs = [pair for case in cases for pair in _pairs(case, shapes)]
-    sections = [section_of([*_kept({case.name for case in cases}), *pairs])]
+    sections = [section_of([*_kept(there, {case.name for case in cases}), *pairs])]
     text = page("Plans", facts, sections)
     if args.print:
         print(text)
@@ -126,13 +130,16 @@ def main() -> None:
     write(DOCS, "plans", text, facts, sections)
 
 
-def _kept(names: Set[str]) -> list[Pair]:
-    """The rows of other tasks that the page has."""
+def _there() -> dict[str, Any]:
+    """The numbers of the page that is there."""
     file = DOCS / "plans.json"
-    if not file.exists():
-        return []
-    (section,) = json.loads(file.read_text(encoding="utf-8"))["sections"]
-    return [Pair(**row) for row in section["raw"]["rows"] if row["case"] not in names]
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def _kept(there: Mapping[str, Any], names: Set[str]) -> list[Pair]:
+    """The rows of other tasks that the page has."""
+    rows = [row for section in there.get("sections", ()) for row in section["raw"]["rows"]]
+    return [Pair(**row) for row in rows if row["case"] not in names]
 
 
 def section_of(pairs: Sequence[Pair]) -> Section:

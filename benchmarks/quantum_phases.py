@@ -8,7 +8,7 @@ prints instead.
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import sys
 import tempfile
 import time
@@ -27,12 +27,8 @@ from page import Section, around, command, page, write
 from processes import HERE
 from run import DOCS, machine
 
-_SPEC = importlib.util.spec_from_file_location("phases", HERE.parent / "examples" / "phases.py")
-assert _SPEC is not None
-assert _SPEC.loader is not None
-phases = importlib.util.module_from_spec(_SPEC)
-sys.modules["phases"] = phases
-_SPEC.loader.exec_module(phases)
+sys.path.append(str(HERE.parent / "examples"))
+phases = importlib.import_module("phases")
 
 Array = Any
 SETTINGS = ((10, 0), (10, 100), (40, 0), (40, 100))

@@ -1,5 +1,6 @@
 """Starting real ranks."""
 
+import contextlib
 import gc
 import json
 import os
@@ -32,10 +33,11 @@ settings.load_profile("lockstep")
 
 WARM = {}
 """Environment variables with which interpreters start in a forked process."""
+_SHARED = pytest.StashKey()
+"""These variables, in the process that starts workers of pytest-xdist."""
 
-
-_ALONE = ("accelerator", "campaigns", "cli", "comm", "distributed", "lab", "launching", "slurm")
-"""Folders of tests that start ranks or watch the time: never two of them at once."""
+_STARTERS = ("accelerator", "campaigns", "cli", "comm", "distributed", "lab", "launching", "slurm")
+"""Folders of tests that start ranks or watch the time: at most two of them at once."""
 
 _PATIENT = {"local", "torchrun"}
 """Launchers whose ranks sleep while they wait, by what tests are parametrized with."""
@@ -51,6 +53,16 @@ def pytest_configure():
     gc.disable()  # while modules and tests come, which all stay (`pytest_runtestloop`)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Let a worker of pytest-xdist use the one warm server of all workers."""
+    if _SHARED not in node.config.stash:
+        stack = contextlib.ExitStack()
+        node.config.add_cleanup(stack.close)
+        node.config.stash[_SHARED] = stack.enter_context(warm_server())
+    node.workerinput["warm"] = node.config.stash[_SHARED]
+
+
 @pytest.hookimpl(tryfirst=True)  # before the tests run
 def pytest_runtestloop():
     """Look for garbage from now on, but not among modules and tests."""
@@ -60,20 +72,27 @@ def pytest_runtestloop():
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items):
-    """Put tests that need the machine into one group, which one worker of pytest-xdist runs.
+    """Put tests that start ranks into two groups, each of which one worker of pytest-xdist runs.
 
-    Ranks under MPI wait busily: with twice as many of them as cores, each is slower than twice.
+    Ranks wait for each other longer the more of them share the cores. But much of a start is
+    waiting, so that one such group alone would leave cores idle.
     """
+    queues = {}  # of files, each by itself
     for item in items:
         folders = item.path.relative_to(Path(__file__).parent).parts
-        is_alone = (
-            folders[0] in _ALONE and folders[1] != "api" and _ONE_PROCESS not in item.fixturenames
+        starts = (
+            folders[0] in _STARTERS
+            and folders[1] != "api"
+            and _ONE_PROCESS not in item.fixturenames
         )
-        is_alone |= not _STARTING.isdisjoint(item.fixturenames)
+        starts |= not _STARTING.isdisjoint(item.fixturenames)
         values = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        is_alone &= _PATIENT.isdisjoint(v for v in values if isinstance(v, str))
-        is_alone &= item.get_closest_marker("no_ranks") is None
-        item.add_marker(pytest.mark.xdist_group("ranks" if is_alone else item.path.name))
+        starts &= _PATIENT.isdisjoint(v for v in values if isinstance(v, str))
+        starts &= item.get_closest_marker("no_ranks") is None
+        group = item.path.name
+        if starts:
+            group = f"ranks {queues.setdefault(item.path, len(queues) % 2)}"
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -83,8 +102,9 @@ def _one_thread():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _warm_interpreters():
-    with warm_server() as variables:
+def _warm_interpreters(pytestconfig):
+    shared = getattr(pytestconfig, "workerinput", {}).get("warm")
+    with contextlib.nullcontext(shared) if shared else warm_server() as variables:
         WARM.update(variables)
         yield
     WARM.clear()
@@ -102,7 +122,8 @@ def environment(cold=False, **env):
     warm = {} if cold else dict(WARM)
     if warm and "PYTHONPATH" in env:
         warm["PYTHONPATH"] += os.pathsep + env.pop("PYTHONPATH")
-    return {**clean, "COLUMNS": "200", **env, **warm}
+    # Tests share the cores: ranks that wait must not keep others from working.
+    return {**clean, "OMPI_MCA_mpi_yield_when_idle": "1", "COLUMNS": "200", **env, **warm}
 
 
 def run(argv, cwd, timeout=240, cold=False, **env):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
@@ -23,6 +26,17 @@ BLOCK = re.compile(
     r"^```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<code>.*?)^```$",
     re.DOTALL | re.MULTILINE,
 )
+
+
+def docs_module(name: str) -> ModuleType:
+    """A script of docs/, imported."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look up their types
+    spec.loader.exec_module(module)
+    return module
 
 
 class Block(NamedTuple):

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
 
-DOCS = Path(__file__).parents[1] / "docs"
+from tests.pages import docs_module
 
 
 @pytest.fixture(scope="module")
 def pictures() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_pictures", DOCS / "pictures.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look up their types
-    spec.loader.exec_module(module)
-    return module
+    return docs_module("pictures")
 
 
 def test_the_pictures_are_up_to_date(pictures: ModuleType) -> None:

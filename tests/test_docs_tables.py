@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -13,29 +12,19 @@ import pytest
 from lockstep.config import TrainConfig
 from lockstep.config.help import describe
 from lockstep.launching.systems import recipe_names
+from tests.pages import DOCS, docs_module
 
-DOCS = Path(__file__).parents[1] / "docs"
 CORE = [group.name for group in describe(TrainConfig)]
-
-
-def script(name: str) -> ModuleType:
-    """A script of docs/, imported."""
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
 def figures() -> ModuleType:
-    return script("figures")
+    return docs_module("figures")
 
 
 @pytest.fixture(scope="module")
 def tables() -> ModuleType:
-    return script("tables")
+    return docs_module("tables")
 
 
 def test_the_page_is_up_to_date(tables: ModuleType) -> None:
@@ -77,7 +66,7 @@ def test_every_extra_of_users_is_on_the_page_of_installation() -> None:
 
 
 def test_the_page_of_commands_is_up_to_date() -> None:
-    commands = script("commands")
+    commands = docs_module("commands")
     page = commands.PAGE.read_text(encoding="utf-8")
     assert commands.written() == page, "run `make docs-tables`"
     assert "| `-q`, `--quiet` | Show warnings, errors and the last line only. |" in page

@@ -12,11 +12,9 @@ import argparse
 import contextlib
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -32,7 +30,7 @@ from tests.campaigns.hosts import report, strike
 from tests.conftest import environment
 from tests.launching.host.test_agents import Etcd, free_port
 from tests.launching.ray_nodes import Nodes
-from tests.slurm.cluster import NODES, Cluster, install
+from tests.slurm.cluster import NODES, Cluster, install, parent, running
 
 _STEPS = 2500
 _TIMEOUT_S = 3.0
@@ -261,10 +259,7 @@ class RayFaults(Faults):
 def ancestor(pid: int, generations: int) -> int:
     """The parent of a process, or of its parent; 0 if there is none."""
     for _ in range(generations):
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            return 0
+        pid = parent(pid)
     return pid
 
 
@@ -272,21 +267,6 @@ def _command(pid: int) -> bytes:
     with contextlib.suppress(OSError):
         return b"\0" + Path(f"/proc/{pid}/cmdline").read_bytes()
     return b""
-
-
-@contextlib.contextmanager
-def slurm() -> Iterator[Cluster]:
-    """A cluster, while the context lasts."""
-    if reason := install():
-        raise SystemExit(f"no SLURM: {reason}")
-    state = Path(tempfile.mkdtemp(prefix="slurm-"))  # other paths are too long for sockets
-    cluster = Cluster(state)
-    try:
-        cluster.start()
-        yield cluster
-    finally:
-        cluster.stop()
-        shutil.rmtree(state, ignore_errors=True)
 
 
 def main() -> int:
@@ -300,7 +280,9 @@ def main() -> int:
     source = random.Random(arguments.seed)
 
     def on_slurm(root: Path, sha: str, most: int) -> Iterator[Struck | str]:
-        with slurm() as cluster, contextlib.ExitStack() as stack:
+        if reason := install():
+            raise SystemExit(f"no SLURM: {reason}")
+        with running() as cluster, contextlib.ExitStack() as stack:
             etcd = stack.enter_context(Etcd(root, 1)) if arguments.etcd else None
             run = OnSlurm(cluster, root / "hosts", etcd)
             for host in range(2):

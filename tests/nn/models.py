@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -181,6 +182,14 @@ class Deep(Language):
             "6.head": "vocabulary",
         }
         return ls.nn.shard(ls.nn.Pipeline(*blocks), plan)
+
+
+class Lean(Deep):
+    """Fails where torch's compiler is imported, or what it has for shapes."""
+
+    def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+        assert not {"torch._dynamo", "torch.fx.experimental.symbolic_shapes"} & set(sys.modules)
+        return super().loss(model, batch)
 
 
 class Sketched(Deep):

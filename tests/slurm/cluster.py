@@ -14,8 +14,9 @@ import re
 import signal
 import socket
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.apt import find
@@ -183,6 +184,19 @@ class Cluster:
             )
 
 
+@contextlib.contextmanager
+def running() -> Iterator[Cluster]:
+    """A cluster, while the context lasts."""
+    # Paths of pytest's are too long for sockets.
+    with tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as state:
+        cluster = Cluster(Path(state))
+        try:
+            cluster.start()
+            yield cluster
+        finally:
+            cluster.stop()
+
+
 def wait_for(condition: Callable[[], object], timeout: float, what: str) -> None:
     """Wait until something is so."""
     deadline = time.monotonic() + timeout
@@ -223,7 +237,8 @@ def _processes_with(*variables: str) -> list[int]:
     return found
 
 
-def _parent(pid: int) -> int:
+def parent(pid: int) -> int:
+    """The parent of a process; 0 if there is none."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -241,6 +256,6 @@ def _is_stepd(pid: int) -> bool:
 
 def _kill_with_stepds(pids: list[int]) -> None:
     """Kill processes of jobs, and SLURM's own that look after them."""
-    for pid in {*pids, *filter(_is_stepd, map(_parent, pids))}:
+    for pid in {*pids, *filter(_is_stepd, map(parent, pids))}:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -1,14 +1,12 @@
 """A cluster for all tests of this folder, and what they expect."""
 
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 from tests.conftest import result, run
-from tests.slurm.cluster import Cluster, install
+from tests.slurm.cluster import install, running
 
 TASKS = Path(__file__).with_name("tasks.py")
 OVERRIDES = ("steps=60", "model=mlp", "hidden=32", "checkpoint.every=5", "log_every=5")
@@ -19,14 +17,8 @@ def cluster():
     reason = install()
     if reason:
         pytest.skip(f"no SLURM: {reason}")
-    state = Path(tempfile.mkdtemp(prefix="slurm-"))  # pytest's own paths are too long for sockets
-    running = Cluster(state)
-    try:
-        running.start()
-        yield running
-    finally:
-        running.stop()
-        shutil.rmtree(state, ignore_errors=True)
+    with running() as found:
+        yield found
 
 
 @pytest.fixture(scope="session")

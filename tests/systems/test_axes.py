@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.pages import docs_module
 
 from lockstep.launching.systems import recipe_names
 
-
-def tables() -> ModuleType:
-    path = Path(__file__).parents[2] / "docs" / "tables.py"
-    spec = importlib.util.spec_from_file_location("docs_tables", path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-TABLES = tables()
+TABLES = docs_module("tables")
 
 
 def test_the_table_has_all_recipes_and_is_up_to_date() -> None:

@@ -47,13 +47,8 @@ class Place:
     @staticmethod
     def of(tensor: Tensor) -> Place:
         """That of a tensor."""
-        return Place(
-            storage_of(tensor),
-            tensor.dtype,
-            tensor.shape,
-            tensor.stride(),
-            int(tensor.storage_offset()),
-        )
+        layout = tensor.dtype, tensor.shape, tensor.stride()
+        return Place(storage_of(tensor), *layout, int(tensor.storage_offset()))
 
 
 @dataclass
@@ -138,8 +133,13 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._computed(func, args, kwargs)
         self._check(func, args, kwargs)
         try:
-            shapes, options = pytree.tree_map(_shape_of, (args, kwargs))
-            result = func(*shapes, **_on(META, options))
+            if _name_of(func) in _OVERWRITES and len(tensors) == 1:
+                # Torch would import its compiler for some of them; their shapes are known.
+                func(args[0].new_empty(0, device=CPU), *args[1:], **kwargs)
+                result = args[0]
+            else:
+                shapes, options = pytree.tree_map(_shape_of, (args, kwargs))
+                result = func(*shapes, **_on(META, options))
         except NotImplementedError:  # the shape of what it gives depends on values
             return self._computed(func, args, kwargs)
         made = pytree.tree_leaves(result)

@@ -9,9 +9,12 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lockstep.errors import ConfigError
 
+_WRAPPING = Optimizer.__init__.__code__.co_filename
+"""The file in which torch wraps what optimizers do."""
 _SERIAL = 1 << 15
 """Elements of which an operation on the CPU uses one thread; a multiple of all vector widths."""
 
@@ -342,5 +345,43 @@ class SAM(Optimizer):
         loss = closure()
         for (p, _), own in zip(groups, before, strict=True):
             p.copy_(own)
-        self.base.step()
+        plain = bare_step(self.base)
+        if plain is None:
+            self.base.step()
+        else:
+            plain(self.base)
         return loss
+
+
+def bare_step(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
+    """The step of one of torch's optimizers without what torch wraps around it.
+
+    That imports the compiler. It is to be called while gradients are off. None for an optimizer of
+    others, and where a wrapper is in use.
+    """
+    kind = type(optimizer)
+    is_watched = (
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+        or is_step_replaced(optimizer)
+        or optimizer.defaults.get("differentiable", False)
+        or torch._C._autograd._profiler_enabled()
+    )
+    if is_watched or not kind.__module__.startswith("torch.optim."):
+        return None
+    return _unwrapped(kind.step)
+
+
+def is_step_replaced(optimizer: Optimizer) -> bool:
+    """Whether `step` is another one than its class's; schedulers only count the calls of theirs."""
+    own = vars(optimizer).get("step")
+    return own is not None and not hasattr(own, "_wrapped_by_lr_sched")
+
+
+def _unwrapped(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method without what torch has wrapped around it; what others have stays."""
+    while hasattr(method, "__wrapped__") and method.__code__.co_filename == _WRAPPING:
+        method = method.__wrapped__
+    return method

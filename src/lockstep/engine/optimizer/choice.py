@@ -12,6 +12,7 @@ from lockstep.config import TrainConfig
 from lockstep.engine.audit.reachable import optimizers_in
 from lockstep.errors import ConfigError, TaskError
 from lockstep.nn.cutting import shards_of
+from lockstep.optim.gradient_based import is_step_replaced
 
 ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
     optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.Adagrad, optim.Adadelta,
@@ -61,12 +62,6 @@ def takes_closure(optimizer: optim.Optimizer) -> bool:
 def has_modes(optimizer: optim.Optimizer) -> bool:
     """Whether it has parameters of other values to be evaluated than to be trained."""
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
-
-
-def is_step_replaced(optimizer: optim.Optimizer) -> bool:
-    """Whether `step` is another one than its class's; schedulers only count the calls of theirs."""
-    own = vars(optimizer).get("step")
-    return own is not None and not hasattr(own, "_wrapped_by_lr_sched")
 
 
 def may_draw(optimizer: optim.Optimizer) -> bool:

@@ -9,17 +9,16 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn, optim
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lockstep.engine.flat_tensors import FlatTensors, Slice
-from lockstep.engine.optimizer.choice import is_step_replaced, takes_closure
+from lockstep.engine.optimizer.choice import takes_closure
 from lockstep.engine.optimizer.optimizer_state import are_tensors, is_savable, to_json
 from lockstep.errors import CheckpointError, TaskError, shared
+from lockstep.optim.gradient_based import bare_step
 from lockstep.parallel.layout import Range, within
 
 _FUSED_ANYWHERE = (optim.SGD, optim.Adam, optim.AdamW)
@@ -186,9 +185,6 @@ class Keepers:
         return keepers[prefix], name.removeprefix(prefix)
 
 
-_WRAPPING = optim.Optimizer.__init__.__code__.co_filename
-"""The file in which torch wraps what optimizers do."""
-
 _ADAM = sys.modules[optim.Adam.__module__].__file__
 """The file in which torch defines the step of the optimizers in `_FUSED`."""
 
@@ -204,14 +200,13 @@ def step(optimizer: optim.Optimizer) -> None:
     One of torch's own that nobody watches is stepped bare: the same arithmetic, and no import of
     the compiler.
     """
-    kind = type(optimizer)
-    if not kind.__module__.startswith("torch.optim."):
+    if not type(optimizer).__module__.startswith("torch.optim."):
         _step_foreign(optimizer)
         return
-    if _is_watched(optimizer):
+    plain = bare_step(optimizer)
+    if plain is None:
         optimizer.step()
         return
-    plain = _unwrapped(kind.step)
     is_recording = torch.is_grad_enabled()
     torch._C._set_grad_enabled(False)  # `torch.no_grad` takes five times as long
     try:
@@ -239,26 +234,6 @@ def _step_foreign(optimizer: optim.Optimizer) -> None:
                 f"evaluates the loss again, say `needs_closure = True` in {name}"
             )
         ) from error
-
-
-@lru_cache(maxsize=64)
-def _unwrapped(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method without what torch has wrapped around it; what others have stays."""
-    while hasattr(method, "__wrapped__") and method.__code__.co_filename == _WRAPPING:
-        method = method.__wrapped__
-    return method
-
-
-def _is_watched(optimizer: optim.Optimizer) -> bool:
-    return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-        or is_step_replaced(optimizer)
-        or optimizer.defaults.get("differentiable", False)
-        or torch._C._autograd._profiler_enabled()
-    )
 
 
 def _step_fused(optimizer: optim.Optimizer) -> bool:

@@ -50,13 +50,32 @@ def backward(loss: Tensor, inputs: Sequence[Tensor] | None = None) -> None:
         loss: scalar that has a gradient.
         inputs: leaves that get a gradient; None for all that there are.
     """
-    if _is_watched(loss, inputs):
+    if _is_watched((loss,), inputs):
         loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]
-        return
+    else:  # with a new gradient for each pass, since hooks may change it in place
+        gradient = torch.ones_like(loss, memory_format=torch.preserve_format)
+        _run_backward((loss,), (gradient,), inputs)
+
+
+def backward_from(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor] | None
+) -> None:
+    """Add the gradients of leaves, from those of outputs, as `torch.autograd.backward` does.
+
+    That one imports what the compiler has for shapes.
+    """
+    if _is_watched(outputs, inputs):
+        torch.autograd.backward(outputs, gradients, inputs=inputs)
+    else:
+        _run_backward(outputs, gradients, inputs)
+
+
+def _run_backward(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor] | None
+) -> None:
     Variable._execution_engine.run_backward(
-        (loss,),
-        # A new tensor for each pass, since hooks may change it in place.
-        (torch.ones_like(loss, memory_format=torch.preserve_format),),
+        tuple(outputs),
+        tuple(gradients),
         False,  # the graph is not kept
         False,  # and none is made of this pass
         () if inputs is None else tuple(inputs),
@@ -65,13 +84,13 @@ def backward(loss: Tensor, inputs: Sequence[Tensor] | None = None) -> None:
     )
 
 
-def _is_watched(loss: Tensor, inputs: Sequence[Tensor] | None) -> bool:
+def _is_watched(outputs: Sequence[Tensor], inputs: Sequence[Tensor] | None) -> bool:
     """Whether there is more to do than to call the engine of autograd."""
     return bool(
-        not loss.is_cpu  # other threads compute, and are to see this one's context
-        or not loss.is_floating_point()
+        # Else other threads compute, and are to see this one's context.
+        not all(output.is_cpu and output.is_floating_point() for output in outputs)
         or (inputs is not None and (not inputs or has_torch_function(tuple(inputs))))
-        or has_torch_function((loss,))
+        or has_torch_function(tuple(outputs))
         or _COMPILER in sys.modules
         or Tensor.backward is not _TENSORS_OWN
         or torch.autograd.backward is not _TORCHS_OWN
@@ -289,7 +308,7 @@ class Backward:
         *gradients, weight = self._axis.receive_gradients()
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
         if pairs:
-            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs], inputs=targets)
+            backward_from([o for o, _ in pairs], [g for _, g in pairs], targets)
         assert weight is not None
         return float(weight)
 

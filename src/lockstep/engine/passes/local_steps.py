@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lockstep.config import TrainConfig
 from lockstep.engine.audit.hidden_state import hidden_state
 from lockstep.engine.carry import Carry
+from lockstep.engine.optimizer import fast_steps
 from lockstep.engine.optimizer.choice import check_optimizer, default_optimizer, has_modes
 from lockstep.engine.optimizer.optimizer_state import home_of
 from lockstep.engine.passes.loss_checks import norm_overflows
@@ -231,7 +232,7 @@ class LocalSteps:
             check_norm(norm, self._copies)
             if self._config.clip_norm is not None:
                 nn.utils.clip_grads_with_norm_(copies, self._config.clip_norm, norm)
-            self.optimizer.step()
+            fast_steps.step(self.optimizer)
         self.optimizer.zero_grad()
         return loss
 

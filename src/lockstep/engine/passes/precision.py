@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -151,18 +152,28 @@ class _Loaded(Loader):
 
 
 def _disabled_methods() -> Iterator[Callable[..., Any]]:
-    """Methods that the compiler is to leave alone: of optimizers, and of Lockstep's own modes."""
+    """Methods that the compiler is to leave alone: of optimizers, and of modes of dispatch."""
     for name in ("add_param_group", "state_dict", "load_state_dict", "zero_grad"):
         method = getattr(optim.Optimizer, name)
         if hasattr(method, "__wrapped__"):
             yield method.__wrapped__
     for mode in TorchDispatchMode.__subclasses__():
-        method = mode.__torch_dispatch__
-        if mode.__module__.startswith("lockstep.") and hasattr(method, "__wrapped__"):
-            yield method.__wrapped__
+        if hasattr(mode.__torch_dispatch__, "__wrapped__"):
+            yield mode.__torch_dispatch__.__wrapped__
+
+
+def use_deterministic_algorithms(mode: bool, warn_only: bool = False) -> None:
+    """As torch's function of this name, which imports the compiler to tell it so."""
+    if _COMPILER in sys.modules:
+        torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+    else:
+        torch._C._set_deterministic_algorithms(mode, warn_only=warn_only)
 
 
 def _compile_by_shape() -> None:
+    if torch.are_deterministic_algorithms_enabled():  # and that was not said (see above)
+        kernels: Any = importlib.import_module("torch._inductor.config")
+        kernels.deterministic = True
     config = sys.modules[_COMPILER].config
     config.automatic_dynamic_shapes = False
     config.recompile_limit = _MANY

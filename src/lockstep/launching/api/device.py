@@ -13,6 +13,7 @@ from torch.backends import cuda, cudnn
 
 from lockstep.config import TrainConfig
 from lockstep.data.random import accelerator
+from lockstep.engine.passes.precision import use_deterministic_algorithms
 from lockstep.engine.runtime import is_out_of_memory, out_of_memory
 from lockstep.errors import ConfigError, EnvironError, TaskError
 from lockstep.launching.rank.environment import Environment
@@ -148,7 +149,7 @@ def _deterministic(device: torch.device) -> Iterator[None]:
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
     # Its gradient is summed in any order.
     had_efficient_attention = cuda.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
-    torch.use_deterministic_algorithms(True)
+    use_deterministic_algorithms(True)
     cuda.enable_mem_efficient_sdp(False)
     for owner, name, value in _FLAGS:
         setattr(owner, name, value)
@@ -158,4 +159,4 @@ def _deterministic(device: torch.device) -> Iterator[None]:
         for owner, name, value in before:
             setattr(owner, name, value)
         cuda.enable_mem_efficient_sdp(had_efficient_attention)
-        torch.use_deterministic_algorithms(was_on, warn_only=warned_only)
+        use_deterministic_algorithms(was_on, warn_only=warned_only)
