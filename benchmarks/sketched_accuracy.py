@@ -1,6 +1,7 @@
 """Accuracy by parameters and time; writes `docs/benchmarks/sketched-accuracy.md` and `.json`.
 
-Beside sketched networks are dense ones: whole, narrower, and of low rank with as many parameters.
+Beside sketched networks are dense ones: whole, and with as many parameters narrower, of low rank
+or of one hidden layer.
 `--mnist` names a folder with MNIST's 10,000 test images: 8,000 are learnt, 2,000 tested. `--quick`
 shows that everything runs, and prints instead.
 """
@@ -33,7 +34,7 @@ from sketched_layers import fastest
 BATCH = 64
 PARTS = (64, 16, 8, 4, 2)
 """The k of layers that are timed are the width over these."""
-KINDS = ("sketched, signs", "sketched, fold", "low rank", "narrower")
+KINDS = ("sketched, signs", "sketched, fold", "low rank", "narrower", "one hidden layer")
 Split = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -71,7 +72,8 @@ def main() -> None:
 
 METHOD = (
     "A sketch of k columns a term (L = 1) and a product of rank k have the same parameters; "
-    "narrower networks have as many at most; the classifier is dense. The seed is that of the "
+    "narrower networks and those of one hidden layer (of at most 1,000) have as many at most; "
+    "the classifier is dense. The seed is that of the "
     "split, the weights, the signs and the order: median ± the greatest distance from it. One "
     "thread; Adam, 1e-3, batch 64."
 )
@@ -157,6 +159,8 @@ def network(name: str, features: int, hidden: tuple[int, ...], seed: int) -> nn.
     if kind.startswith("sketched"):
         return sketched
     most = sum(p.numel() for p in sketched.parameters())
+    if kind == "one hidden layer":
+        return largest(partial(narrower, (features, 1000, 10)), most)
     return largest(partial(of_low_rank if kind == "low rank" else narrower, sizes), most)
 
 

@@ -11,6 +11,11 @@ decimals as it has. A figure that no benchmark measures names its command instea
 
     in 1:51<!-- measured: lockstep train hrm -n 2 -->
 
+A number with a unit that nobody measures, a limit, a setting or a definition, is marked as such;
+one with neither comment fails a test (`unlinked`):
+
+    at most 32 MiB<!-- given -->
+
 README.md has names instead, as 24<!--torchft-->, which stand for such comments (`_NAMED`).
 """
 
@@ -54,6 +59,19 @@ _NAMED: Mapping[str, str] = MappingProxyType(
 _NAME = re.compile(r"<!--([\w-]+)-->")
 _ANY_MARKER = re.compile(r"<!-- (?:measured: |[\w-]+: [^\n]*? > )[^\n]*?-->")
 _LINKED_NUMBER = re.compile(r"\[\**[\d.,; ]+\**\]\([^)]*benchmarks/[\w-]+\.md[^)]*\)(?!<!--)")
+
+_UNITS = (
+    r"(?:[nµm]?s|min|h|(?:micro|milli)?seconds?|minutes?|hours?|days?|%|percent|[kKMGT]i?B|bytes|"
+    r"times|[x×]|nats|bits|(?:steps|samples|sentences)(?:/s| a second| per second))"
+)
+_WITH_UNIT = re.compile(
+    r"(?<![\w.,:/<=^-])[−-]?(?:\d[\d,]*(?:[.:]\d+)?|\.\d+)\]?\**\s?"
+    rf"{_UNITS}(?![\w-])(?! \d)(?!\**<!-- given -->)"
+)
+_NO_PROSE = re.compile(
+    r"^```.*?^```$|`[^`\n]*`|<!-- (?!given -->)[^\n]*?-->", re.DOTALL | re.MULTILINE
+)
+"""Blocks of code, code in a line, and comments."""
 
 
 _HEAD = """\
@@ -173,6 +191,12 @@ def _like(old: str, value: float) -> str:
 def unmarked(text: str) -> list[str]:
     """Numbers that link to a benchmark without a comment that names their cell."""
     return _LINKED_NUMBER.findall(_in_full(text))
+
+
+def unlinked(text: str) -> list[str]:
+    """Numbers with a unit that have no comment: neither their place or command, nor `given`."""
+    text = re.sub(r"(?<=\])\([^)\n]*\)", "", _in_full(text))
+    return _WITH_UNIT.findall(_NO_PROSE.sub("·", text))
 
 
 def claims() -> Iterator[Claim]:

@@ -78,6 +78,8 @@ def test_measured_figures_are_those_of_the_benchmarks(figures: ModuleType) -> No
         text = page.read_text(encoding="utf-8")
         assert figures.written(text) == text, f"{page}: run `make docs-tables`"
         assert not figures.unmarked(text), f"{page}: say which cell they are from"
+        if page.name != "command-line.md":  # has defaults only
+            assert not figures.unlinked(text), f"{page}: name a place, a command, or `given`"
     assert figures.CLAIMS.read_text(encoding="utf-8") == figures.claims_page()
     assert len([*figures.claims()]) > 30
 
@@ -125,3 +127,14 @@ def test_a_stale_figure_takes_the_form_of_the_old_one(
     assert figures.written("in 1:51<!-- measured: y -->") == "in 1:51<!-- measured: y -->"
     link = "[4.05](docs/benchmarks/host.md)"
     assert figures.unmarked(f"{link}, {link}<!-- host: a > b -->") == [link]
+
+
+def test_a_number_with_a_unit_is_measured_or_given(figures: ModuleType) -> None:
+    for text in ("5 s", "**5.5** % less", "[1:51](a.md) minutes", "4 times as fast", "−3\nms"):
+        assert figures.unlinked(f"It {text}."), text
+    for text in (
+        "5<!-- x: a > b --> s", "5<!-- measured: y --> s", "5 s<!-- given -->", "`5 s`", "5 steps",
+        "**99 %**<!-- given -->", "```\n5 s\n```", "4 x 4", "1<!-- x: of 90 % > b --> of 3",
+    ):  # fmt: skip
+        assert not figures.unlinked(text), text
+    assert figures.unlinked("5 s<!-- given -->, 6 s and 7 ms<!-- given -->") == ["6 s"]

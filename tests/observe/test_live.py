@@ -134,6 +134,20 @@ def test_a_table_of_ranks_on_demand() -> None:
     assert not any("compute" in line for line in drawn(80, *events))
 
 
+def test_the_table_has_gradients_of_ranks_and_of_all() -> None:
+    ranks = tuple(replace(rank_times(rank), grad_norm=1.5 + rank) for rank in range(2))
+    events = in_the_middle(ranks=ranks, grad_norm=0.25)
+    assert drawn(80, *events, per_rank=True)[-4:] == [
+        "rank  compute  exchange  data  checkpoint  gradient",
+        "   0      62%       26%   13%          0%       1.5",
+        "   1      81%       13%    6%          0%       2.5",
+        " all                                           0.25",
+    ]
+    assert not any("gradient" in line for line in drawn(40, *events, per_rank=True))
+    many = tuple(replace(rank_times(0), rank=rank, grad_norm=1.0) for rank in range(100))
+    assert len(drawn(80, *in_the_middle(ranks=many), per_rank=True)) <= 30
+
+
 def test_a_table_is_no_higher_than_the_terminal_and_has_the_busiest_ranks() -> None:
     ranks = tuple(RankTimes(rank, 1.0 + rank, 10.0, 0.0, 0.0) for rank in range(100))
     lines = drawn(80, *in_the_middle(ranks=ranks), per_rank=True)

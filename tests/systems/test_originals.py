@@ -167,6 +167,7 @@ def test_a_step_from_a_file_is_gradient_descent_from_its_angles(here: Any, tmp_p
     assert 0 < float(change) <= 0.02 * (1 + 1e-9)  # the gradient's norm is clipped at 1
     done = here("train", "digits", "--from", path.name)
     assert (done.returncode, "is of the recipe quantum" in done.stderr) == (2, True)
+    assert f"lockstep train quantum --from {path.name} goes on with it" in done.stderr
 
 
 # The sea-ice emulator

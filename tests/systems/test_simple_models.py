@@ -103,7 +103,7 @@ def test_networks_without_sketches_have_no_more_parameters() -> None:
     model = task.build_model()
     most = sum(p.numel() for p in model.parameters())
     found = task.baselines(model, "test")
-    for name in ("narrower", "low rank"):
+    for name in ("narrower", "one hidden layer", "low rank"):
         row = next(row for row in found if row.startswith(f"{name}, "))
         assert most / 2 < int(row.split()[-2].replace(",", "")) <= most
         assert found[row]["accuracy"] > found["the commonest class"]["accuracy"]
@@ -130,6 +130,11 @@ def test_logistic_regression_finds_a_logistic_law_and_trees_what_is_not_linear()
     found = _predicted(np.column_stack([x, law])[:400], x[400:])
     errors = {n: np.abs(v[:, 0] - law[400:]).max() for n, v in found.items()}
     assert errors["logistic regression"] < 1e-5 < errors["linear regression"] < errors["the mean"]
+    law = 1 / (1 + np.exp(x[:, 0] * x[:, 1] - x[:, 2] ** 2))[:, None]
+    found = _predicted(np.column_stack([x, law])[:400], x[400:])
+    errors = {n: np.abs(v[:, 0] - law[400:, 0]).max() for n, v in found.items()}
+    assert errors["logistic regression"] > 0.1
+    assert errors["logistic regression, squares and products"] < 1e-3
     bent = np.where(np.abs(x[:, 0]) > 1, 0.9, 0.1)
     found = _predicted(np.column_stack([x, bent])[:400], x[400:])
     squared = {n: np.square(v[:, 0] - bent[400:]).mean() for n, v in found.items()}

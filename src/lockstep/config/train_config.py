@@ -59,7 +59,7 @@ class TrainConfig(Section):
     """Samples in a global batch: one optimizer step, whatever the number of ranks."""
     num_microbatches: Positive = 8
     """Parts of a global batch, distributed over the ranks; at most `batch_size`. More ranks than
-    this have nothing to do; each costs 0.25 ms or more, so small models want few (`diagnose`)."""
+    this have nothing to do; each costs time, so small models want few (`diagnose`)."""
     num_shards: Positive = 1
     """Parts of the features of layers that can be cut (`lockstep.nn`), distributed over the ranks
     that compute a microbatch together (`mesh.tp`)."""

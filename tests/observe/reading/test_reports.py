@@ -86,6 +86,12 @@ def test_what_processes_have_said_is_in_their_table(tmp_path):
     text = as_markdown(report_of([run]), "figures")
     assert "sent | received | calls |" in text
     assert "2.0 KiB | 3.0 MiB | 1,200 |" in text
+    assert "Gradients are norms" not in text
+    row["ranks"][0]["grad_norm"], row["grad_norm"] = 1.5, 0.25
+    run = run_in(tmp_path / "norms", joined(0), {**PLAN, "world_size": 1}, row)
+    text = as_markdown(report_of([run]), "figures")
+    assert "1,200 | 1.5 |" in text
+    assert "before the sum over ranks; that of all is 0.25." in text
 
 
 def test_what_steps_cost_is_beside_what_was_predicted(tmp_path):

@@ -13,6 +13,7 @@ from tests.conftest import result
 from lockstep import config as config_module
 from lockstep.data.random import data_digest
 from lockstep.errors import ConfigError, DataError
+from lockstep.systems.quantum.commands import _without_row
 from lockstep.systems.quantum.config import QuantumConfig
 from lockstep.systems.quantum.task import Quantum
 from lockstep.systems.quantum.transformer.model import QuantumTransformer, Sentences
@@ -286,6 +287,14 @@ def test_a_run_says_how_many_samples_a_step_has_and_not_how_many_fit(here, tmp_p
     assert {row["samples"] for row in rows if row["event"] == "StepDone"} == {8}
 
 
+def test_an_export_says_which_epochs_have_no_row() -> None:
+    log = "epoch,loss,grad_norm,seconds\n4,1.0,0.1,1\n8,1.0,0.1,1\n"
+    (line,) = _without_row(log, 10)
+    assert line.startswith("epochs without a row: 1-3, 5-7, 9-10 (")
+    assert "log_every=1" in line
+    assert _without_row(log, 0) == []
+
+
 def test_stop_resume_predict_and_export(here, tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     done = here("train", "quantum", "--run-dir", run, "epochs=20", "stop_at_step=7")
@@ -307,6 +316,7 @@ def test_stop_resume_predict_and_export(here, tmp_path: Path) -> None:
     rows = (tmp_path / "found.csv").read_text().splitlines()
     assert rows[0] == "epoch,loss,grad_norm,seconds"
     assert [row.partition(",")[0] for row in rows[1:]] == [str(i) for i in range(1, 21)]
+    assert "without a row" not in done.stdout
     done = here("quantum", "predict", run, "The quick", "--top", "3")
     head, *rows = done.stdout.splitlines()
     assert head.split() == ["model", "bigram"]

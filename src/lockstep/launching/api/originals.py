@@ -90,7 +90,8 @@ def read_original(path: Path) -> Original:
             return found
     raise DataError(
         f"{path}: is no file that a recipe can take over ({file.described()}); the pages of the "
-        "systems say which ones are"
+        "systems say which ones are. A model of your own: read its weights in build_model, and "
+        "train it as file.py:Task"
     )
 
 
@@ -103,7 +104,8 @@ def _damaged(path: Path) -> Iterator[None]:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
         raise DataError(
-            f"{path}: is damaged or of another version ({type(e).__name__}: {e})"
+            f"{path}: is damaged or of another version ({type(e).__name__}: {e}); copy it "
+            "again, or save it again by the program that made it"
         ) from None
 
 
@@ -124,8 +126,11 @@ def imported_for(recipe: str, path: Path, overrides: Sequence[str]) -> tuple[Pat
     """
     found = read_original(path)
     if found.recipe != recipe or found.model is None:
-        what = f"is of the recipe {found.recipe}" if found.recipe != recipe else "has no model"
-        raise ConfigError(f"--from {path}: {what}; it is {found.about}")
+        what, then = "has no model", f"lockstep import {path} writes what it has"
+        if found.recipe != recipe:
+            what = f"is of the recipe {found.recipe}"
+            then = f"lockstep train {found.recipe} --from {path} goes on with it"
+        raise ConfigError(f"--from {path}: {what}; it is {found.about}. {then}")
     items = [f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in found.settings.items()]
     sha = hashlib.sha256("\0".join([*items, *overrides]).encode())
     with open_to_read(path, follow_links=True) as file:

@@ -202,7 +202,7 @@ class LiveArea:
         if standing:
             lines.append(self._line(standing))
         if self._per_rank and self._done and self._done.ranks:
-            lines.append(self._ranks(self._done.ranks))
+            lines.append(self._ranks(self._done, self._done.ranks))
         return Group(*lines)
 
     def _is_newest(self, step: int) -> bool:
@@ -247,17 +247,25 @@ class LiveArea:
             items.append(Item(3, f"saved at {saved:,}"))
         return items
 
-    def _ranks(self, ranks: tuple[RankTimes, ...]) -> RenderableType:
-        """A row for each rank, or for the busiest where the terminal is not high enough."""
-        most = max(self._console.height - _OTHER_ROWS, 1)
+    def _ranks(self, done: StepDone, ranks: tuple[RankTimes, ...]) -> RenderableType:
+        """A row for each rank, or for the busiest where the terminal is not high enough.
+
+        Where there is room, with the norm of each gradient before the sum, and after it.
+        """
+        has_norms = self._console.width >= _ROOMY and any(r.grad_norm for r in ranks)
+        most = max(self._console.height - _OTHER_ROWS - has_norms, 1)
         busy = sorted(ranks, key=lambda r: r.compute_s + r.data_s + r.checkpoint_s, reverse=True)
         chosen = busy[:most] if len(ranks) <= most else busy[: max(most - 1, 1)]
         grid = Table.grid(padding=(0, 2 if self._console.width >= _ROOMY else 1))
-        for name in ("rank", *text.KINDS_OF_WORK):
+        for name in ("rank", *text.KINDS_OF_WORK, *["gradient"] * has_norms):
             grid.add_column(self._styled(name), justify="right", no_wrap=True, overflow="crop")
         grid.show_header = True
         for times in sorted(chosen, key=lambda r: r.rank):
-            grid.add_row(*map(self._styled, (str(times.rank), *text.shares(times))))
+            norm = [text.number(times.grad_norm)] * has_norms
+            grid.add_row(*map(self._styled, (str(times.rank), *text.shares(times), *norm)))
+        if has_norms:
+            blank = [""] * len(text.KINDS_OF_WORK)
+            grid.add_row(*map(self._styled, ("all", *blank, text.number(done.grad_norm))))
         if len(chosen) == len(ranks):
             return grid
         others = text.count(len(ranks) - len(chosen), "rank")

@@ -6,6 +6,7 @@ import csv
 import io
 import math
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,12 +64,9 @@ def predict(run_dir: Path, prefix: str, which: str, top: int) -> list[str]:
 
 
 def export(
-    run_dir: Path,
-    output: Path | None,
-    which: str,
-    sentence: str | None = None,
+    run_dir: Path, output: Path | None, which: str, sentence: str | None = None,
     format: str | None = None,
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """Write a sentence's circuit if one is given, else parameters and the log.
 
     Raises:
@@ -102,20 +100,24 @@ def export_parameters(run_dir: Path, output: Path | None, which: str) -> list[st
     with file_errors(ConfigError, f"--output {path}"):
         with replacing_binary(path) as file:
             np.savez(
-                file,
-                params=angles[task.best_restart(model)],
-                restarts=angles,
-                epoch=snapshot.meta["sampler"]["epoch"],
-                lr=task.config.lr,
-                seed=task.config.seed,
-                embeddings=model.embeddings.detach().numpy(),
-                words=np.array(model.words),
-            )
+                file, params=angles[task.best_restart(model)], restarts=angles,
+                epoch=snapshot.meta["sampler"]["epoch"], lr=task.config.lr, seed=task.config.seed,
+                embeddings=model.embeddings.detach().numpy(), words=np.array(model.words),
+            )  # fmt: skip
         events = run_dir / "events.jsonl"  # an imported run has none
         rows = training_log(read_events(events) if events.exists() else [])
         with replacing(log) as text:
             text.write(rows)
-    return [str(path), str(log)]
+    return [str(path), str(log), *_without_row(rows, snapshot.meta["sampler"]["epoch"])]
+
+
+def _without_row(log: str, num_epochs: int) -> list[str]:
+    """A line that says which epochs up to this one a log lacks; none if it has all."""
+    known = {int(row["epoch"]) for row in csv.DictReader(io.StringIO(log))}
+    missing = sorted({*range(1, num_epochs + 1)} - known)
+    rows = [[e for _, e in of] for _, of in groupby(enumerate(missing), lambda x: x[1] - x[0])]
+    ranges = ", ".join(f"{of[0]}-{of[-1]}" if len(of) > 1 else f"{of[0]}" for of in rows)
+    return [f"epochs without a row: {ranges} (log_every=1 reports all)"] if ranges else []
 
 
 _CHECKPOINT = r"qtransformer_ckpt_epoch(\d+)\.npz"

@@ -24,6 +24,8 @@ Array = npt.NDArray[np.float64]
 _LOGIT_EDGE = 1e-6
 """Distance to a bound, as a part of the range, below which a value counts as if at it."""
 _LOGISTIC_STEPS = 200
+_MOST_SQUARED = 50_000
+"""Rows whose squares and products are fitted, evenly spaced, and in memory at a time."""
 
 
 class SeaIceNet(nn.Module):
@@ -137,7 +139,7 @@ def simple_models(
     - the mean of the training rows
     - linear regression, within the bounds of the outputs
     - logistic regression: an output with bounds is a logistic function of a linear one, with the
-      least squared error
+      least squared error; also of the inputs, their squares and their products
     - gradient-boosted trees of scikit-learn, with its defaults
 
     Args:
@@ -159,18 +161,32 @@ def simple_models(
     def design(x: Array) -> Array:
         return np.column_stack([(x - mean) / deviation, np.ones(len(x))])
 
+    def quadratic(x: Array) -> Array:
+        normal = design(x)
+        first, second = np.triu_indices(normal.shape[1])
+        return normal[:, first] * normal[:, second]
+
     rows = design(known)
+    some = slice(None, None, -(-len(known) // _MOST_SQUARED))
     linear = _least_squares(rows, targets)
     trees = [HistGradientBoostingRegressor(random_state=0).fit(known, y) for y in targets.T]
     bounds = [VARIABLES[name].bounds for name in names]
-    logistic = [
-        partial(np.dot, b=linear[:, n]) if b is None else _logistic(rows, targets[:, n], b)
-        for n, b in enumerate(bounds)
-    ]
+
+    def logistic(rows: Array, targets: Array) -> Callable[[Array], Array]:
+        fitted = [
+            partial(np.dot, b=_least_squares(rows, y)) if b is None else _logistic(rows, y, b)
+            for y, b in zip(targets.T, bounds, strict=True)
+        ]
+        return lambda there: np.column_stack([f(there) for f in fitted])
+
+    plain, squared = logistic(rows, targets), logistic(quadratic(known[some]), targets[some])
     return {
         "the mean": lambda x: np.broadcast_to(targets.mean(0), (len(x), len(names))),
         "linear regression": lambda x: _bounded(design(x) @ linear, bounds),
-        "logistic regression": lambda x: np.column_stack([f(design(x)) for f in logistic]),
+        "logistic regression": lambda x: plain(design(x)),
+        "logistic regression, squares and products": lambda x: np.concatenate(
+            [squared(quadratic(x[n : n + _MOST_SQUARED])) for n in range(0, len(x), _MOST_SQUARED)]
+        ),
         "gradient-boosted trees": lambda x: _bounded(
             np.column_stack([tree.predict(x) for tree in trees]), bounds
         ),
@@ -235,4 +251,4 @@ def _logistic(design: Array, target: Array, bounds: Sequence[float]) -> Callable
 
     search.step(error)  # type: ignore[no-untyped-call]
     best = w.detach().numpy()
-    return lambda there: low + (high - low) / (1 + np.exp(-(there @ best)))
+    return lambda there: low + (high - low) * torch.sigmoid(torch.from_numpy(there @ best)).numpy()

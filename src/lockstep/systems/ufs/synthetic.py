@@ -11,7 +11,7 @@ above 0 °C melts too. Heat from below, which no variable shows, and weather shi
              + HIDDEN heat + WEATHER noise)
     hi of the next month = aice (KEPT hi + GROWTH)
 
-The recorded aice has an error of `RECORDED` and is clipped to [0, 1].
+The recorded aice has an error of `RECORDED` and is clipped to [0, 1]; the law is its mean.
 
 Everything is a pure function of (grid, time, seed). Variables that a law does not depend on have
 noise of their own, so that its derivatives can be learned from the fields.
@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from lockstep.data.workers import share_out
 from lockstep.errors import DataError, file_errors
@@ -78,7 +79,7 @@ class Law(NamedTuple):
 
     Attributes:
         inputs: short names of these variables.
-        expected: their columns, of any shape, to the mean of aice.
+        expected: their columns, of any shape, to the mean of the recorded aice.
         slopes: their columns to its derivatives by each.
     """
 
@@ -124,19 +125,26 @@ def _logit(sst: Floats, sss: Floats, tair: Floats, hi: Floats) -> Floats:
 
 
 def _noisy_mean(*columns: Floats) -> Floats:
-    return _mean_over_noise(_logistic, _logit(*columns))
+    return _mean_over_noise(lambda z: _recorded(z)[0], _logit(*columns))
 
 
 def _noisy_slopes(sst: Floats, sss: Floats, tair: Floats, hi: Floats) -> tuple[Floats, ...]:
-    def steepness(z: Floats) -> Floats:
-        return np.asarray(_logistic(z) * _logistic(-z))
-
-    slope = _mean_over_noise(steepness, _logit(sst, sss, tair, hi))
+    slope = _mean_over_noise(lambda z: _recorded(z)[1], _logit(sst, sss, tair, hi))
     by_edge = slope / NOISY_WIDTH
     return (
         -by_edge, by_edge * SALT_SLOPE, -slope * MELT * (tair > 0),
         by_edge * HYSTERESIS / np.cosh(hi) ** 2,
     )  # fmt: skip
+
+
+def _recorded(z: Floats) -> tuple[Floats, Floats]:
+    """The mean of what is recorded at a logit, by error and clipping, and its derivative."""
+    aice = _logistic(z)
+    ends = torch.from_numpy(np.stack([-aice, 1 - aice]) / RECORDED)
+    below, above = torch.special.ndtr(ends).numpy()
+    low, high = np.exp(-0.5 * np.square(ends.numpy())) / np.sqrt(2 * np.pi)
+    mean = aice * (above - below) + RECORDED * (low - high) + 1 - above
+    return np.asarray(mean), np.asarray((above - below) * aice * (1 - aice))
 
 
 def _mean_over_noise(function: Callable[[Floats], Floats], z: Floats) -> Floats:
@@ -163,11 +171,7 @@ LAWS: Mapping[World, Law] = {
 
 
 def grid(num_latitudes: int, num_longitudes: int) -> tuple[Floats, Floats]:
-    """Cell centres of a regular grid.
-
-    Args:
-        num_latitudes: number of rows.
-        num_longitudes: number of columns.
+    """Cell centres of a regular grid of so many rows and columns.
 
     Returns:
         Latitudes [num_latitudes] from south to north and longitudes [num_longitudes] from 0, both
@@ -179,30 +183,26 @@ def grid(num_latitudes: int, num_longitudes: int) -> tuple[Floats, Floats]:
 
 
 def land(latitude: Floats, longitude: Floats, seed: int) -> npt.NDArray[np.bool_]:
-    """Which cells are land: the same at all times.
+    """Which cells are land, at all times: bool [num_latitudes, num_longitudes].
 
     Args:
         latitude: latitudes in degrees, [num_latitudes].
         longitude: longitudes in degrees, [num_longitudes].
         seed: seed of the continents' shapes.
-
-    Returns:
-        Bool [num_latitudes, num_longitudes].
     """
     return _waves(latitude, longitude, _generator(seed, "land", 0)) > 0.6
 
 
 def fields(latitude: Floats, longitude: Floats, time: int, seed: int) -> Fields:
-    """All variables of the exact world by short name, in their units (temperatures in °C).
+    """All variables of the exact world by short name, each [num_latitudes, num_longitudes].
+
+    They are float32 in their units, temperatures in °C.
 
     Args:
         latitude: latitudes in degrees, [num_latitudes].
         longitude: longitudes in degrees, [num_longitudes].
         time: number of the time, from 0; neighbouring times share their large-scale patterns.
         seed: seed of all noise.
-
-    Returns:
-        For each variable, [num_latitudes, num_longitudes], float32.
     """
     noise = _Noise(latitude, longitude, time, seed)
     smooth, rough = noise.smooth, noise.rough
@@ -353,9 +353,8 @@ def write_synthetic(
         DataError: a number is too small, or the folder cannot be written.
         ConfigError: the netCDF4 package is not installed.
     """
-    for name, value in {
-        "latitudes": num_latitudes, "longitudes": num_longitudes, "times": num_times,
-    }.items():  # fmt: skip
+    given = {"latitudes": num_latitudes, "longitudes": num_longitudes, "times": num_times}
+    for name, value in given.items():
         if value < 1:
             raise DataError(f"number of {name} {value}: must be at least 1")
     if seed < 0:

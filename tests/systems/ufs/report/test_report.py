@@ -18,8 +18,12 @@ from lockstep.systems.ufs.config import UfsConfig
 from lockstep.systems.ufs.report.maps import read_curves
 from lockstep.systems.ufs.report.scores import Intervals, inside, relative_error, score
 from lockstep.systems.ufs.synthetic import (
+    EDGE,
     HIDDEN,
     LAWS,
+    NOISY_WIDTH,
+    RECORDED,
+    SALINITY,
     WEATHER,
     grid,
     land,
@@ -75,6 +79,21 @@ def test_the_law_and_its_derivatives_agree(world: Any) -> None:
         assert np.allclose(found[:, inputs.index(name)], wanted, atol=1e-7)
     assert not found[:, [n for n, name in enumerate(inputs) if name not in law.inputs]].any()
     assert relative_error(2 * found, found) == pytest.approx(1)
+
+
+def test_the_law_of_the_noisy_world_is_the_mean_of_what_is_recorded() -> None:
+    law, generator = LAWS["noisy"], np.random.default_rng(0)
+    sst = np.linspace(-2.5, 2.0, 10)
+    given = sst, np.full(10, SALINITY), np.full(10, -5.0), np.zeros(10)
+    shift = np.hypot(HIDDEN, WEATHER) * generator.normal(size=(200_000, 1))
+    aice = concentration_of((EDGE - sst) / NOISY_WIDTH + shift)
+    recorded = np.clip(aice + RECORDED * generator.normal(size=aice.shape), 0, 1).mean(0)
+    assert np.abs(law.expected(*given) - recorded).max() < 2e-3
+    assert np.abs(aice.mean(0) - recorded).max() > 5e-3, "clipping is not seen"
+
+
+def concentration_of(logit: Any) -> Any:
+    return 1 / (1 + np.exp(-logit))
 
 
 def test_the_noisy_world_has_seasons_memory_and_the_noise_that_it_names() -> None:

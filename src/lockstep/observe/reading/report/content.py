@@ -146,9 +146,15 @@ def _details(summary: Summary, history: History, level: int) -> Iterator[page.Bl
         yield page.Heading("Processes", level)
         yield page.Grid(
             ["slot", "rank", "host", "pid", "device", "microbatches", "lost",
-             *text.KINDS_OF_WORK, "sent", "received", "calls"],
+             *text.KINDS_OF_WORK, "sent", "received", "calls", "gradient"],
             list(_processes(history)),
         )  # fmt: skip
+        if any(process.times.grad_norm for process in history.processes):
+            # Of the newest step that each has reported, as the curve's last point is.
+            summed = text.number(history.curves["grad_norm"].values[-1])
+            yield page.Paragraph(
+                f"Gradients are norms before the sum over ranks; that of all is {summed}."
+            )
     saved = [h.event for h in history.happenings if isinstance(h.event, events.Checkpointed)]
     if saved:
         stall, write = sum(s.stall_s for s in saved), sum(s.write_s for s in saved)
@@ -184,8 +190,12 @@ def _processes(history: History) -> Iterator[list[str]]:
             str(len(range(*joined.microbatches))), lost,
             *(f"{process.seconds[kind]:.2f} s" for kind in KINDS),
             text.size(process.times.sent_bytes), text.size(process.times.received_bytes),
-            f"{process.times.num_calls:,.0f}",
+            f"{process.times.num_calls:,.0f}", _norm(process.times.grad_norm),
         ]  # fmt: skip
+
+
+def _norm(value: float) -> str:
+    return text.number(value) if value else ""
 
 
 def _environment(summary: Summary, level: int) -> Iterator[page.Block]:
