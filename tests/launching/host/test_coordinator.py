@@ -7,9 +7,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from lockstep.errors import LaunchError
 from lockstep.launching.host.agent import Rendezvous, rank_argv
 from lockstep.launching.host.coordinator import Coordinator
 from lockstep.launching.host.election import Election, Unreachable
+from lockstep.launching.host.group import Record
 from lockstep.launching.host.line import Line, Terms
 from lockstep.launching.host.processes import StoreProcess
 
@@ -136,8 +137,37 @@ def test_a_run_resumes_by_itself_only_if_one_of_its_name_has_lost_all_ranks(
     assert elected.resumes("ends") is False
 
 
-def hello(line: socket.socket, name: str, **others: Any) -> Any:
-    said(line, terms={**vars(TERMS), **others}, id=name, host=name, ranks=[])
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_new_coordinator_replaces_no_rank_that_the_last_one_has_replaced(
+    monkeypatch: pytest.MonkeyPatch, is_replaced: bool
+) -> None:
+    monkeypatch.setattr(StoreProcess, "start", lambda self: None)
+    monkeypatch.setattr(Election, "_post", lambda _, path, body: etcd.post(path, body))
+    etcd = Etcd()
+    election = Election([("127.0.0.1", 1)], "run", lease_s=1.0)
+    assert election.campaign({"id": "own"})
+    assert election.allocate(1, 2)
+    listener = socket.create_server(("127.0.0.1", 0))
+    changed = {"hosts": 1, "ranks": 2, "replace": 3}
+    leader = Coordinator(listener, replace(TERMS, **changed), "own", election)
+    ranks = [Record(0, 0, generation=1), Record(1, 1, generation=1, exit_code=137)]
+    ranks += [Record(2, 1)] * is_replaced
+    with connected(listener.getsockname()[1]) as own:
+        of_own = hello(own, "own", [*map(asdict, ranks)], **changed)
+        leader.thread.start()
+        assert heard(of_own, "order")["order"] == {"lost": 1}
+        said(own, beat=1)
+        told = [json.loads(next(of_own))]
+        while "beat" not in told[-1]:
+            told.append(json.loads(next(of_own)))
+        starts = [(m["slot"], m["start"]) for m in told if "start" in m]
+        assert starts == ([] if is_replaced else [(2, 1)])
+        leader._is_elected = False
+        leader.thread.join(10)
+
+
+def hello(line: socket.socket, name: str, records: Sequence[Any] = (), **others: Any) -> Any:
+    said(line, terms={**vars(TERMS), **others}, id=name, host=name, ranks=records)
     return line.makefile()
 
 

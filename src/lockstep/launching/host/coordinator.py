@@ -25,7 +25,7 @@ from typing import Any
 from lockstep.comm.torchdist.supervision import FromRank
 from lockstep.errors import RankFailure
 from lockstep.launching.host.election import Election, Unreachable
-from lockstep.launching.host.group import KILLED, Order, Record
+from lockstep.launching.host.group import KILLED, Order, Record, vacant
 from lockstep.launching.host.line import Line, Terms
 from lockstep.launching.host.processes import StoreProcess
 from lockstep.launching.host.supervisor import Leader
@@ -312,9 +312,9 @@ class Coordinator(Leader):
         # Those that came with a host count too: never more than were asked for.
         num_first = self._terms.hosts * self._terms.ranks
         self._replacements = max(0, self._terms.replace - (self._group.num_slots - num_first))
-        for agent, record in [(a, r) for a in agents for r in a.records.values()]:
-            has_ended = record.exit_code is not None
-            if has_ended and self._replacements and self._group.is_replaceable(record.slot):
+        # The last coordinator may have replaced some of those that have ended.
+        for agent, record in [(a, r) for a in agents for r in vacant(a.records.values())]:
+            if self._replacements and self._group.is_replaceable(record.slot):
                 self._replacements -= 1
                 self._start(agent, [record.place])
 
