@@ -9,6 +9,7 @@ ranks. What some ranks know of their generation it tells the others, too, and th
 
 from __future__ import annotations
 
+import hmac
 import os
 import selectors
 import socket
@@ -26,13 +27,14 @@ from lockstep.comm.torchdist.supervision import FromRank
 from lockstep.errors import RankFailure
 from lockstep.launching.host.election import Election, Unreachable
 from lockstep.launching.host.group import KILLED, Order, Record, vacant
-from lockstep.launching.host.line import Line, Terms
+from lockstep.launching.host.line import TOKEN, Line, Terms
 from lockstep.launching.host.processes import StoreProcess
 from lockstep.launching.host.supervisor import Leader
 
 _HELLO_S = 8.0
 """Seconds that who connects may take to say what it is."""
 _PART_S = 1.0
+_OTHER_TOKEN = f"its {TOKEN} is another one"
 _MOST_LOST_STORES = 3
 """In a row, each killed soon after its start: something kills whatever is started."""
 _LOST_WITH_HOST = 137
@@ -69,6 +71,7 @@ class Coordinator(Leader):
         terms: what the agents have to agree on.
         own: the `id` of the agent of this process, whose ranks get the first slots; empty for none.
         election: that this coordinator has won, and may lose; None where there are none.
+        token: secret that agents have to know; empty for none.
     """
 
     def __init__(
@@ -77,10 +80,11 @@ class Coordinator(Leader):
         terms: Terms,
         own: str,
         election: Election | None = None,
+        token: str = "",
     ) -> None:
         super().__init__(terms.hosts * terms.ranks, terms.replace)
         self._terms, self._own = terms, own
-        self._election = election
+        self._election, self._token = election, token.encode()
         self._is_elected = True
         self._generation = 0
         self._since = self._kept_at = self._heard_at = time.monotonic()
@@ -239,8 +243,11 @@ class Coordinator(Leader):
 
     def _welcome(self, agent: _Agent, hello: dict[str, Any]) -> None:
         """Let an agent in, or say why not."""
-        if differences := self._terms.differences(hello["terms"]):
-            agent.line.send(refused=differences)
+        knows_token = hmac.compare_digest(hello.get("token", "").encode(), self._token)
+        # Who does not know it learns nothing else of the run.
+        reason = self._terms.differences(hello["terms"]) if knows_token else _OTHER_TOKEN
+        if reason:
+            agent.line.send(refused=reason)
             self._remove(agent)
             return
         agent.id, agent.name = str(hello["id"]), str(hello["host"])

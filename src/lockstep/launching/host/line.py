@@ -1,7 +1,7 @@
 """The lines between agents and their coordinator, where they meet, and what they agree on.
 
-A line is JSON over TCP, a message a line of text. Who connects has to know what the run is, but no
-secret: use a network of your own, as for the ranks themselves.
+A line is JSON over TCP, a message a line of text. Who connects has to know what the run is, and its
+token, if it has one. Lines are not encrypted: use a network of your own, as for the ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from typing import Any
 
 from lockstep.comm.host import is_loopback
 from lockstep.errors import LaunchError
+
+TOKEN = "LOCKSTEP_AGENTS_TOKEN"
+"""Environment variable with the secret that all agents of a run share; empty for none."""
 
 _MAX_BYTES = 1 << 20
 """Of what has come on a line without an end of a message, and of output that waits to be sent."""
