@@ -48,7 +48,7 @@ _CLOCK = Path(__file__).parents[1] / "lab" / "clock.c"
 COMPILER = shutil.which("cc")
 _DROP = (
     "add table ip lab; add chain ip lab {hook} {{ type filter hook {hook} priority 0; }}; "
-    "add rule ip lab {hook} meta {name} eth0 numgen random mod 100 < {percent} drop"
+    "add rule ip lab {hook} meta {name} eth0 {share} drop"
 )
 """Drops packets that come or go: two hosts may then hear each other in one direction alone."""
 
@@ -115,8 +115,8 @@ class LabFaults(Faults):
         if has_netem() or shutil.which("nft"):
             self.kinds["loss"] = Kind(2, self._lose, cuts=True)
         if shutil.which("nft"):
-            self.kinds["deaf"] = Kind(2, partial(self._drop, "input", 100), cuts=True)
-            self.kinds["mute"] = Kind(2, partial(self._drop, "output", 100), cuts=True)
+            self.kinds["deaf"] = Kind(2, partial(self._drop, "input", ""), cuts=True)
+            self.kinds["mute"] = Kind(2, partial(self._drop, "output", ""), cuts=True)
         if COMPILER:
             self.kinds["clock"] = Kind(2, self._set_clock, lasts=False, loses=False)
         if etcd is not None:
@@ -131,11 +131,11 @@ class LabFaults(Faults):
             change = ["tc", "qdisc", "replace", "dev", "eth0", "root"]
             self._run.inside(host, *change, "netem", "loss", "30%")
             return lambda: self._run.inside(host, "tc", "qdisc", "del", "dev", "eth0", "root")
-        return self._drop("input", 30, host)
+        return self._drop("input", "numgen random mod 100 < 30", host)
 
-    def _drop(self, hook: str, percent: int, host: int) -> Undo:
+    def _drop(self, hook: str, share: str, host: int) -> Undo:
         name = "iifname" if hook == "input" else "oifname"
-        self._run.inside(host, "nft", _DROP.format(hook=hook, name=name, percent=percent))
+        self._run.inside(host, "nft", _DROP.format(hook=hook, name=name, share=share))
         return lambda: self._run.inside(host, "nft", "delete table ip lab")
 
     def _stop_agent(self, host: int) -> Undo:
