@@ -51,7 +51,7 @@ def main() -> None:
     if args.patience:
         wait = timedelta(seconds=args.patience)
         patience = {"timeout": wait, "quorum_timeout": wait, "connect_timeout": wait}
-        patience["heartbeat_interval"] = wait / 8
+        patience |= {"heartbeat_interval": wait / 8, "quorum_retries": 10}
     store = TCPStore(args.host, 0, is_master=True, wait_for_workers=False)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=args.patience or 5)),
