@@ -133,9 +133,9 @@ def lost(rounds: int, measured: str) -> Section:
         f"{measured} {HOSTS} hosts (network namespaces) with a process each; it is not the first "
         "host that is struck. `process`: SIGKILL. `host`: its cable is pulled, so that it falls "
         "silent. `waits`: `--host-timeout` (default 5 s), and all of torchft's timeouts: "
-        "`join_timeout_ms`, `heartbeat_timeout_ms`, `quorum_timeout`, `connect_timeout` and both "
-        "`timeout`s (5 s to 60 s), with eight heartbeats in it, as agents have, and 10 "
-        "`quorum_retries`. "
+        "`join_timeout_ms`, `heartbeat_timeout_ms`, `connect_timeout` and both `timeout`s (5 s to "
+        "60 s), with eight heartbeats in it, as agents have; its `quorum_timeout` (60 s), after "
+        "which a replica ends, is four times as long. "
         "`next step`: from the loss to the next step of the others; "
         f"{_PATIENCE_S:g} s is a run that had not gone on by then.",
         ("lost", "of", "waits", "losses", "next step", "a step"),

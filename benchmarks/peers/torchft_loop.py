@@ -50,8 +50,9 @@ def main() -> None:
     patience: dict[str, Any] = {"timeout": timedelta(seconds=20)}
     if args.patience:
         wait = timedelta(seconds=args.patience)
-        patience = {"timeout": wait, "quorum_timeout": wait, "connect_timeout": wait}
-        patience |= {"heartbeat_interval": wait / 8, "quorum_retries": 10}
+        patience = {"timeout": wait, "connect_timeout": wait, "heartbeat_interval": wait / 8}
+        # A replica whose quorum takes longer ends; and it comes once a lost one is found silent.
+        patience["quorum_timeout"] = 4 * wait
     store = TCPStore(args.host, 0, is_master=True, wait_for_workers=False)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=args.patience or 5)),

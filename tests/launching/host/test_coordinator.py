@@ -236,6 +236,23 @@ def test_hosts_get_slots_other_programs_do_not_and_a_silent_host_is_lost(
     assert "third joins with rank 2" in text
 
 
+def test_a_host_that_is_lost_after_its_ranks_have_left_does_not_spoil_a_run(port: int) -> None:
+    with connected(port) as own:
+        of_own = hello(own, "own")
+        with connected(port) as other:
+            of_other = hello(other, "other")
+            assert heard(of_own, "start")["slot"] == 0
+            assert heard(of_other, "start")["slot"] == 1
+            for line, slot in ((own, 0), (other, 1)):
+                said(line, slot=slot, say={"say": "meet", "generation": 0, "takes_in": True})
+            assert heard(of_other, "order")["order"]["generation"] == 1
+            said(other, slot=1, say={"say": "leave", "generation": 1})
+            assert heard(of_other, "order")["order"] == {"left": True}
+        said(own, slot=0, say={"say": "leave", "generation": 1})
+        said(own, slot=0, code=0)
+        assert heard(of_own, "end") == {"end": 0}
+
+
 def test_what_is_no_agent_is_told_apart_and_so_is_a_wrong_address() -> None:
     with pytest.raises(LaunchError, match="must be HOST:PORT"):
         Rendezvous.parse("h0")

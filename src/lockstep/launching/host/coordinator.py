@@ -9,7 +9,6 @@ ranks. What some ranks know of their generation it tells the others, too, and th
 
 from __future__ import annotations
 
-import hmac
 import os
 import selectors
 import socket
@@ -27,14 +26,13 @@ from lockstep.comm.torchdist.supervision import FromRank
 from lockstep.errors import RankFailure
 from lockstep.launching.host.election import Election, Unreachable
 from lockstep.launching.host.group import KILLED, Order, Record, vacant
-from lockstep.launching.host.line import TOKEN, Line, Terms
+from lockstep.launching.host.line import Line, Terms
 from lockstep.launching.host.processes import StoreProcess
 from lockstep.launching.host.supervisor import Leader
 
 _HELLO_S = 8.0
 """Seconds that who connects may take to say what it is."""
 _PART_S = 1.0
-_OTHER_TOKEN = f"its {TOKEN} is another one"
 _MOST_LOST_STORES = 3
 """In a row, each killed soon after its start: something kills whatever is started."""
 _LOST_WITH_HOST = 137
@@ -84,7 +82,7 @@ class Coordinator(Leader):
     ) -> None:
         super().__init__(terms.hosts * terms.ranks, terms.replace)
         self._terms, self._own = terms, own
-        self._election, self._token = election, token.encode()
+        self._election, self._token = election, token
         self._is_elected = True
         self._generation = 0
         self._since = self._kept_at = self._heard_at = time.monotonic()
@@ -243,10 +241,7 @@ class Coordinator(Leader):
 
     def _welcome(self, agent: _Agent, hello: dict[str, Any]) -> None:
         """Let an agent in, or say why not."""
-        knows_token = hmac.compare_digest(hello.get("token", "").encode(), self._token)
-        # Who does not know it learns nothing else of the run.
-        reason = self._terms.differences(hello["terms"]) if knows_token else _OTHER_TOKEN
-        if reason:
+        if reason := self._terms.refusal(hello, self._token):
             agent.line.send(refused=reason)
             self._remove(agent)
             return
@@ -362,6 +357,7 @@ class Coordinator(Leader):
         if agent.slots and not self._group.is_ended:
             say(f"{agent.name} {why}: {named(agent.slots)} lost")
         for slot in sorted(agent.slots):
+            self._group.excuse(slot)
             self.handle((slot, _LOST_WITH_HOST))
 
     def _remove(self, agent: _Agent) -> None:

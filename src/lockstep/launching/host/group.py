@@ -282,6 +282,11 @@ class Group:
             self._form()
         return self._taken()
 
+    def excuse(self, slot: int) -> None:
+        """Have the end of a process that has left not count: it ends with its host."""
+        if self._all[slot].phase == "out":
+            self._all[slot].phase = "lost"
+
     def is_replaceable(self, slot: int) -> bool:
         """Whether a process that has ended is missing, and another could take its place.
 

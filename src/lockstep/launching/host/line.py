@@ -7,6 +7,7 @@ token, if it has one. Lines are not encrypted: use a network of your own, as for
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import os
 import socket
@@ -144,8 +145,14 @@ class Terms:
     host_timeout_s: float
     command: tuple[str, ...]
 
-    def differences(self, other: dict[str, Any]) -> str:
-        """The terms in which another agent differs, in words; empty if it agrees."""
+    def refusal(self, hello: dict[str, Any], token: str) -> str:
+        """Why another agent may not take part, in words; empty if it may.
+
+        One without the token learns nothing else of the run.
+        """
+        if not hmac.compare_digest(hello.get("token", "").encode(), token.encode()):
+            return f"its {TOKEN} is another one"
+        other = hello["terms"]
         own = json.loads(json.dumps(asdict(self)))
         different = [name for name, value in own.items() if other.get(name) != value]
         shown = (f"{name} is {own[name]} here, {other.get(name)} there" for name in different)
