@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -70,9 +71,11 @@ def agents(loss: str, patience_s: float) -> list[float]:
 def torchft(loss: str, patience_s: float) -> list[float]:
     """The same of replicas of torchft, whose lighthouse is on the first host."""
     lighthouse = [
-        str(Path(sys.executable).with_name("torchft_lighthouse")), "--bind", f"0.0.0.0:{_PORT}",
-        "--min_replicas", "1",
+        shutil.which("torchft_lighthouse")
+        or str(Path(sys.executable).with_name("torchft_lighthouse")),
+        "--bind", f"0.0.0.0:{_PORT}", "--min_replicas", "1",
         "--join_timeout_ms", f"{1e3 * patience_s:.0f}",
+        "--heartbeat_timeout_ms", f"{1e3 * patience_s:.0f}",
     ]  # fmt: skip
     with Lab(HOSTS) as lab, contextlib.ExitStack() as ends, tempfile.TemporaryDirectory() as folder:
 
@@ -92,6 +95,7 @@ def torchft(loss: str, patience_s: float) -> list[float]:
             argv = [sys.executable, str(HERE / "peers" / "torchft_loop.py"), "--replica", str(host)]
             argv += ["--replicas", str(HOSTS), "--steps", "1000000", "--host", lab.address(host)]
             argv += ["--lighthouse", f"http://{lab.address(0)}:{_PORT}"]
+            argv += ["--patience", str(patience_s)]
             loops.append(start(host, argv, Path(folder, str(host))))
 
         def steps() -> list[dict[str, Any]]:
@@ -128,7 +132,10 @@ def lost(rounds: int, measured: str) -> Section:
         TITLE,
         f"{measured} {HOSTS} hosts (network namespaces) with a process each; it is not the first "
         "host that is struck. `process`: SIGKILL. `host`: its cable is pulled, so that it falls "
-        "silent. `waits`: `--host-timeout` (default 5 s), and torchft's `join_timeout_ms` (60 s). "
+        "silent. `waits`: `--host-timeout` (default 5 s), and all of torchft's timeouts: "
+        "`join_timeout_ms`, `heartbeat_timeout_ms`, `connect_timeout` and both `timeout`s (5 s to "
+        "60 s), with eight heartbeats in it, as agents have; its `quorum_timeout` (60 s), after "
+        "which a replica ends, is four times as long. "
         "`next step`: from the loss to the next step of the others; "
         f"{_PATIENCE_S:g} s is a run that had not gone on by then.",
         ("lost", "of", "waits", "losses", "next step", "a step"),

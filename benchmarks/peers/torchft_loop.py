@@ -1,6 +1,6 @@
 """A replica that trains with torchft until it is killed; prints the time of each committed step.
 
-Started by `benchmarks/recovery.py`, one process for each replica group.
+Started by `benchmarks/recovery.py` and `hosts.py`, one process for each replica group.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
@@ -29,6 +30,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True, help="once all replicas take part")
     parser.add_argument("--kill-at", type=int, default=-1, help="SIGKILL itself after this one")
     parser.add_argument("--host", default="127.0.0.1", help="address of this host")
+    parser.add_argument("--patience", type=float, help="seconds of all timeouts")
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -45,9 +47,15 @@ def main() -> None:
         model.load_state_dict(values["model"])
         optimizer.load_state_dict(values["optimizer"])
 
+    patience: dict[str, Any] = {"timeout": timedelta(seconds=20)}
+    if args.patience:
+        wait = timedelta(seconds=args.patience)
+        patience = {"timeout": wait, "connect_timeout": wait, "heartbeat_interval": wait / 8}
+        # A replica whose quorum takes longer ends; and it comes once a lost one is found silent.
+        patience["quorum_timeout"] = 4 * wait
     store = TCPStore(args.host, 0, is_master=True, wait_for_workers=False)
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=args.patience or 5)),
         load_state_dict=load,
         state_dict=state,
         min_replica_size=1,
@@ -58,7 +66,7 @@ def main() -> None:
         lighthouse_addr=args.lighthouse,
         replica_id=f"replica{args.replica}",
         hostname=args.host,
-        timeout=timedelta(seconds=20),
+        **patience,
     )
     parallel = DistributedDataParallel(manager, model)
     stepper = Optimizer(manager, optimizer)

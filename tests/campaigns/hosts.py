@@ -1,8 +1,9 @@
 """`python -m tests.campaigns.hosts`: random faults on hosts of `lockstep agent`, as root.
 
 The hosts are network namespaces. Ranks, agents, coordinators, stores, servers of etcd and whole
-hosts are killed and come back, hosts are stopped, cables are pulled, a third of the packets is
-lost, disks are full and clocks jump by an hour, one after the other and at the same time. Each
+hosts are killed and come back, agents and hosts are stopped, cables are pulled or carry one way
+only, a third of the packets is lost, disks are full and clocks jump by an hour, one after the other
+and at the same time. Each
 run ends with the SHA-256 of a run on one process, with each step committed once, no process left
 behind, and what all ranks have written down shows that never two sides went on.
 """
@@ -31,6 +32,7 @@ from benchmarks.lab.tools import has_netem
 
 from lockstep.cli.prove.chaos_host_faults import Faults, Kind, Struck, Undo
 from lockstep.errors import LockstepError
+from lockstep.launching.host.processes import send
 from tests.campaigns.commits import NOTED, commits, contradictions, missing
 from tests.conftest import result
 from tests.lab.agents import Agents, Etcd, sha_alone
@@ -44,10 +46,11 @@ _WAIT_S = 30.0
 _HOUR_S = 3600
 _CLOCK = Path(__file__).parents[1] / "lab" / "clock.c"
 COMPILER = shutil.which("cc")
-_LOSE = (
-    "add table ip lab; add chain ip lab in { type filter hook input priority 0; }; "
-    "add rule ip lab in meta iifname eth0 numgen random mod 100 < 30 drop"
+_DROP = (
+    "add table ip lab; add chain ip lab {hook} {{ type filter hook {hook} priority 0; }}; "
+    "add rule ip lab {hook} meta {name} eth0 {share} drop"
 )
+"""Drops packets that come or go: two hosts may then hear each other in one direction alone."""
 
 
 class Machines(Agents):
@@ -105,11 +108,15 @@ class LabFaults(Faults):
         self._run, self._etcd = run, etcd
         self.kinds |= {
             "cable": Kind(4, self._pull, cuts=True),
+            "stop": Kind(2, self._stop_agent, cuts=True),
             "disk": Kind(1, partial(self._fill, "disk{}"), loses=False),
             "share": Kind(1, partial(self._fill, "share"), loses=False),
         }
         if has_netem() or shutil.which("nft"):
             self.kinds["loss"] = Kind(2, self._lose, cuts=True)
+        if shutil.which("nft"):
+            self.kinds["deaf"] = Kind(2, partial(self._drop, "input", ""), cuts=True)
+            self.kinds["mute"] = Kind(2, partial(self._drop, "output", ""), cuts=True)
         if COMPILER:
             self.kinds["clock"] = Kind(2, self._set_clock, lasts=False, loses=False)
         if etcd is not None:
@@ -124,8 +131,18 @@ class LabFaults(Faults):
             change = ["tc", "qdisc", "replace", "dev", "eth0", "root"]
             self._run.inside(host, *change, "netem", "loss", "30%")
             return lambda: self._run.inside(host, "tc", "qdisc", "del", "dev", "eth0", "root")
-        self._run.inside(host, "nft", _LOSE)
+        return self._drop("input", "numgen random mod 100 < 30", host)
+
+    def _drop(self, hook: str, share: str, host: int) -> Undo:
+        name = "iifname" if hook == "input" else "oifname"
+        self._run.inside(host, "nft", _DROP.format(hook=hook, name=name, share=share))
         return lambda: self._run.inside(host, "nft", "delete table ip lab")
+
+    def _stop_agent(self, host: int) -> Undo:
+        """Stop an agent, and the coordinator if it has that; its ranks and its store go on."""
+        pid = self._run.agents[host].pid
+        send([pid], signal.SIGSTOP)
+        return lambda: send([pid], signal.SIGCONT)
 
     def _fill(self, name: str, host: int) -> Undo:
         return self._run.fill(name.format(host))

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
@@ -26,7 +27,7 @@ from tests.launching.ray_nodes import Nodes
 
 from lockstep.errors import LaunchError
 from lockstep.launching.host.line import Terms
-from lockstep.launching.host.processes import is_alive
+from lockstep.launching.host.processes import children, is_alive
 from lockstep.launching.job import ray_node
 from lockstep.launching.job.ray_cluster import layout
 from lockstep.launching.job.ray_node import Node, Work, check_ray
@@ -74,6 +75,23 @@ def test_another_version_of_ray_is_refused(installed, monkeypatch):
     monkeypatch.setattr(ray_node, "version", lambda _: installed)
     with pytest.raises(LaunchError, match=rf"Ray {installed} is installed, and must be at least"):
         check_ray("auto")
+
+
+def test_the_agent_on_a_node_knows_the_secret_of_the_run_which_no_command_line_shows(tmp_path):
+    (tmp_path / "run").mkdir()
+    terms = Terms("1", "", 1, 1, 0, 5.0, ("-c", "pass"))
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        work = Work(address, terms, str(tmp_path), "run", {}, 1, "sesame")
+        ran = pool.submit(Node().run, work)
+        with listener.accept()[0] as line:
+            assert json.loads(line.makefile().readline())["token"] == "sesame"
+            for pid in children(os.getpid()):
+                for name in ("cmdline", "environ"):
+                    assert b"sesame" not in Path(f"/proc/{pid}/{name}").read_bytes()
+            line.sendall(b'{"refused": "no"}\n')
+            code, text = ran.result(20)
+    assert (code, "the agent there has another run: no" in text) == (2, True)
 
 
 def test_without_ray_the_message_says_what_to_install(monkeypatch):
@@ -130,7 +148,7 @@ def test_addresses_of_no_cluster_are_refused_at_once(monkeypatch):
 
 def test_a_node_without_the_folders_says_so(tmp_path):
     terms = Terms("1", "", 1, 1, 0, 5.0, ("-c", "0"))
-    work = Work("127.0.0.1:1", terms, str(tmp_path), "run", {}, 1)
+    work = Work("127.0.0.1:1", terms, str(tmp_path), "run", {}, 1, "")
     with pytest.raises(LaunchError, match=f"the run directory {tmp_path}/run is not there; choose"):
         Node().run(work)
     gone = replace(work, folder=str(tmp_path / "gone"))

@@ -16,6 +16,7 @@ from lockstep.engine.events import (
     RankTimes,
     RunStarted,
     StepDone,
+    Warned,
 )
 from lockstep.observe.sink import Sink
 
@@ -108,6 +109,10 @@ class Recorder(Sink):
 
     def __call__(self, event: Event) -> None:
         self.events.append(event)
+
+    def warned(self, word: str) -> list[str]:
+        """The warnings with a word."""
+        return [e.message for e in self.events if isinstance(e, Warned) and word in e.message]
 
     def close(self) -> None:
         self.closed = True

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 import errno
 import os
 from collections.abc import Iterator
@@ -127,6 +128,36 @@ def test_rows_that_never_found_room_are_reported_at_closing(tmp_path: Path) -> N
     messages = [event.message for event in recorder.events if isinstance(event, Warned)]
     assert len(messages) == 2
     assert messages[1].endswith("its end is missing")
+
+
+def test_what_waits_for_room_is_bounded_and_what_is_left_out_is_counted_and_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the log and the curves, whose file must also get a new column, four rows wait at most."""
+    recorder, log = Recorder(), EventsJsonl(tmp_path / "events.jsonl")
+    sinks = Sinks([log, MetricsCsv(tmp_path / "metrics.csv"), recorder])
+    sinks(step_done(100))
+    size = (tmp_path / "events.jsonl").stat().st_size
+    monkeypatch.setattr("lockstep.observe.storing.files.MOST_WAITING", 4 * size + 100)
+    monkeypatch.setattr("lockstep.observe.storing.metrics_csv._MOST_WAITING", 60)
+    with full_disk(10):
+        for step in range(101, 901):
+            sinks(step_done(step, metrics={"new": 1.0}))
+        assert not recorder.warned("lacks")
+    for step in range(901, 904):
+        sinks(step_done(step))
+    sinks.close()
+    rows = read_events(tmp_path / "events.jsonl")
+    logged = [row["step"] for row in rows if row["event"] == "StepDone"]
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        curve = [int(row["step"]) for row in csv.DictReader(file)]
+    for name, steps in (("events.jsonl", logged), ("metrics.csv", curve)):
+        missing = 804 - len(steps)
+        assert missing > 700
+        assert steps == [*range(100, 901 - missing), 901, 902, 903]
+        told = [said for said in recorder.warned("lacks") if name in said]
+        assert [f"lacks {missing} rows" in said for said in told] == [True]
+        assert told[0] in [row.get("message") for row in rows]
 
 
 def test_a_torn_last_line_is_cut_at_opening_and_all_others_stay(tmp_path: Path) -> None:

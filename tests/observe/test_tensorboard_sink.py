@@ -63,24 +63,23 @@ def test_the_end_is_on_disk_before_closing(tmp_path: Path) -> None:
     sink.close()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_after_a_full_disk_it_goes_on_in_a_new_file(tmp_path: Path) -> None:
+def test_a_full_disk_tears_and_loses_no_curve_and_prints_no_traceback(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     before = set(threading.enumerate())
     recorder = Recorder()
     sinks = Sinks([TensorBoard(tmp_path), recorder])
     sinks(run_started())
-    sinks(step_done(0))
-    with full_disk(50):
-        for _ in range(2):
-            sinks(step_done(1))
-            sinks(finished(1))
-    assert any(isinstance(event, Warned) for event in recorder.events)
-    for step in (2, 3):
-        sinks(step_done(step, loss=0.5))
+    sinks(step_done(1, loss=0.25))
+    with full_disk(next(tmp_path.iterdir()).stat().st_size + 50):
+        sinks(step_done(2, loss=0.5))
+        sinks(finished(2))
+    sinks(step_done(3, loss=0.75))
     sinks.close()
-    for thread in set(threading.enumerate()) - before:
-        thread.join(10)  # what a writer's thread has raised belongs to this test
-    assert scalars(tmp_path)["train/loss"][-2:] == [(2, 0.5), (3, 0.5)]
+    assert set(threading.enumerate()) == before
+    assert [e.step for e in recorder.events if isinstance(e, Warned)] == [2]
+    assert scalars(tmp_path)["train/loss"] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert capfd.readouterr().err == ""
 
 
 def test_a_missing_tensorboard_is_a_config_error(

@@ -156,6 +156,10 @@ class Cluster:
         daemon.kill()
         daemon.wait()
 
+    def signal_daemon(self, node: str, signum: int) -> None:
+        """Send a signal to a node's daemon."""
+        self._processes[node].send_signal(signum)
+
     def kill_node(self, node: str) -> None:
         """Kill a node's daemon and everything that runs on the node, as a power cut would."""
         self.kill_daemon(node)

@@ -581,6 +581,25 @@ def test_bombs_are_not_unpacked(here: Any, tmp_path: Path, monkeypatch: pytest.M
     assert "unpacks to" in here("import", "bomb.npz").stderr
 
 
+def test_of_a_large_file_that_nobody_knows_names_are_read_and_no_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "large.pt"
+    saved = {"net": {"a": torch.ones(3), "b": torch.zeros(2)}, "epoch": 7}
+    torch.save(saved, path)
+    asked: list[tuple[str, ...]] = []
+    read = foreign_files._read_apart
+    monkeypatch.setattr(foreign_files, "_SMALL", 0)
+    monkeypatch.setattr(
+        foreign_files, "_read_apart", lambda path, *what: asked.append(what) or read(path, *what)
+    )
+    file = foreign_files.ForeignFile(path)
+    assert file.described() == "tensors net/a, net/b"
+    assert (file.values["epoch"], len(file.tensors), asked) == (7, 2, [("names",)])
+    assert torch.equal(file.tensors["net/a"], torch.ones(3))
+    assert asked == [("names",), ()]
+
+
 @pytest.mark.slow
 def test_time_and_memory_are_limited(
     here: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

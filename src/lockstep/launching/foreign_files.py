@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from io import BytesIO
@@ -36,6 +36,10 @@ _MORE_BYTES = 512 << 20
 """Memory that reading may take beside `_COPIES` of the file."""
 _COPIES = 4
 _REFUSED, _DAMAGED = 3, 4
+_SMALL = 64 << 20
+"""Bytes of a file that is read whole at once."""
+_NAMES = "names"
+"""Argument of the reading process: no tensors are wanted."""
 _READER = """
 import sys
 if not sys.path[0]:  # the working directory, whose modules would be run in place of torch
@@ -104,9 +108,9 @@ class ForeignFile:
         return found
 
     @cached_property
-    def _torch(self) -> tuple[Mapping[str, Tensor], Any]:
-        """The tensors of a file of `torch.save`, and the tree of its other values."""
-        return _read_apart(self.path)
+    def _torch(self) -> _Saved:
+        """What a file of `torch.save` holds."""
+        return _Saved(self.path, self._is_zip)
 
     @property
     def is_torch(self) -> bool:
@@ -123,12 +127,12 @@ class ForeignFile:
         Raises:
             DataError: it is damaged, names code to run, or takes too much time or memory.
         """
-        return {} if not self.is_torch or self.arrays else self._torch[0]
+        return {} if not self.is_torch or self.arrays else self._torch
 
     @property
     def values(self) -> Mapping[str, Any]:
         """Numbers, texts and lists of a file of `torch.save`, without its tensors."""
-        found = self._torch[1] if self.tensors else {}
+        found = self._torch.values_beside if self.tensors else {}
         return found if isinstance(found, dict) else {}
 
     @cached_property
@@ -187,7 +191,11 @@ class ForeignFile:
             raise DataError(f"{self.path}: cannot be read: {error.strerror or error}") from None
 
     def _members(self) -> list[str]:
-        with self._reading(), zipfile.ZipFile(BytesIO(self._content)) as archive:
+        with (
+            self._reading(),
+            open_to_read(self.path, follow_links=True) as file,
+            zipfile.ZipFile(file) as archive,
+        ):
             size = sum(info.file_size for info in archive.infolist())
             if size > _MOST_ARRAY_BYTES:
                 raise DataError(
@@ -208,22 +216,62 @@ class ForeignFile:
             ) from None
 
 
+class _Saved(Mapping[str, "Tensor"]):
+    """The tensors of a file of `torch.save`; of a large one, their names are read first, alone.
+
+    Args:
+        path: path of the file.
+        is_zip: whether it is in today's form, whose tensors can stay on the disk.
+    """
+
+    def __init__(self, path: Path, is_zip: bool) -> None:
+        self._path = path
+        self._names_first = is_zip and path.stat().st_size > _SMALL
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._whole[0][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._named[0])
+
+    def __len__(self) -> int:
+        return len(self._named[0])
+
+    @property
+    def values_beside(self) -> Any:
+        """The tree of its other values."""
+        return self._named[1]
+
+    @cached_property
+    def _named(self) -> tuple[Sequence[str], Any]:
+        if self._names_first:
+            found = json.loads(_read_apart(self._path, _NAMES))
+            return found["names"], found["values"]
+        return [*self._whole[0]], self._whole[1]
+
+    @cached_property
+    def _whole(self) -> tuple[dict[str, Tensor], Any]:
+        from safetensors.torch import load
+
+        content = _read_apart(self._path)
+        header = parse_object(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        return load(content), json.loads(header["__metadata__"]["values"])
+
+
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return ", ".join(names[:_MOST_NAMED]) + more if names else "nothing"
 
 
-def _read_apart(path: Path) -> tuple[dict[str, Tensor], Any]:
-    """The tensors and other values of a file of `torch.save`, read by another process.
+def _read_apart(path: Path, *what: str) -> bytes:
+    """What another process hands on of a file of `torch.save`.
 
     Raises:
         DataError: it is damaged, names code to run, or takes too much time or memory.
     """
-    from safetensors.torch import load
-
     with open_to_read(path, follow_links=True) as file:
         time_s = _TIME_S + os.fstat(file.fileno()).st_size / _BYTES_A_SECOND
-        argv = [sys.executable, "-c", _READER]
+        argv = [sys.executable, "-c", _READER, *what]
         try:
             done = subprocess.run(
                 argv, stdin=file, capture_output=True, timeout=time_s, check=False
@@ -245,15 +293,14 @@ def _read_apart(path: Path) -> tuple[dict[str, Tensor], Any]:
             f"{path}: could not be read in {_COPIES} times its size of memory "
             f"(code {done.returncode}: {reason}); is it a file of torch.save?"
         )
-    content = done.stdout
-    header = parse_object(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    return load(content), json.loads(header["__metadata__"]["values"])
+    return done.stdout
 
 
 def _hand_on() -> int:
     """Read a file of `torch.save` from standard input; write its tensors to standard output.
 
-    They are written as safetensors, whose metadata has the other values as JSON.
+    They are written as safetensors, whose metadata has the other values as JSON; or, if that is all
+    that is asked for, their names and these values are.
     """
     import pickle
     import resource
@@ -266,11 +313,15 @@ def _hand_on() -> int:
         limit = now + _COPIES * os.fstat(0).st_size + _MORE_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     try:
-        with open(0, "rb", closefd=False) as file:
-            content = torch.load(file, map_location="cpu", weights_only=True)
-        tensors = dict(_tensors_in(content, ""))
-        values = json.dumps(_plain(content))
-        data = save(tensors, {"values": values})
+        if _NAMES in sys.argv:
+            content = torch.load("/dev/stdin", map_location="cpu", weights_only=True, mmap=True)
+            names = [name for name, _ in _tensors_in(content, "")]
+            data = json.dumps({"names": names, "values": _plain(content)}).encode()
+        else:
+            with open(0, "rb", closefd=False) as file:
+                content = torch.load(file, map_location="cpu", weights_only=True)
+            tensors = {n: t.detach().clone().contiguous() for n, t in _tensors_in(content, "")}
+            data = save(tensors, {"values": json.dumps(_plain(content))})
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL ([\w.]+)", str(error))
         print(named[1] if named else "more than tensors and plain values", file=sys.stderr)
@@ -286,11 +337,11 @@ def _hand_on() -> int:
 
 
 def _tensors_in(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of nested dicts and lists, each with memory of its own."""
+    """The tensors of nested dicts and lists."""
     import torch
 
     if isinstance(value, torch.Tensor):
-        yield name, value.detach().clone().contiguous()
+        yield name, value
     elif isinstance(value, (dict, list, tuple)):
         parts = value.items() if isinstance(value, dict) else enumerate(value)
         for key, part in parts:

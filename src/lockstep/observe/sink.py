@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from pathlib import Path
 
 from lockstep.engine.events import Event, RunStarted, Warned
 
@@ -29,12 +30,23 @@ class Sink(ABC):
         """
 
 
+class RowsLeftOut(OSError):
+    """A file is written again, and lacks a number of rows for which there was no room."""
+
+    def __init__(self, path: Path, number: int) -> None:
+        super().__init__(
+            f"{path}: lacks {number} rows, for which there was no room while it could not be "
+            "written"
+        )
+        self.number = number
+
+
 class Sinks(Sink):
     """Passes each event to several sinks.
 
     A full or failing disk must not end a training run. So an `OSError` of a sink becomes a `Warned`
-    event for the others, once for each sink, which still receives events. All other exceptions are
-    bugs and propagate.
+    event for the others, once for each sink, which still receives events; that a file goes on
+    without some rows is a further one, for all. All other exceptions are bugs and propagate.
 
     Args:
         sinks: sinks in the order in which they receive events and are closed. The one that shows
@@ -66,22 +78,29 @@ class Sinks(Sink):
             try:
                 sink.close()
             except OSError as error:
-                self(Warned(step=self._step, message=f"{_reason(error)}; its end is missing"))
+                end = "" if isinstance(error, RowsLeftOut) else "; its end is missing"
+                self(Warned(step=self._step, message=f"{_reason(error)}{end}"))
 
     def _pass(self, event: Event, sink: Sink) -> bool:
         """Pass an event to a sink; whether it has stored this one, and all before."""
         try:
             sink(event)
+        except RowsLeftOut as error:
+            self._warn(event.step, str(error))
+            return False
         except OSError as error:
             if sink in self._failing:
                 return False
             self._failing.append(sink)
             message = f"{_reason(error)}; training goes on, writing is tried again with each event"
-            for other in tuple(self._sinks):
-                if other is not sink:
-                    self._pass(Warned(step=event.step, message=message), other)
+            self._warn(event.step, message, without=sink)
             return False
         return True
+
+    def _warn(self, step: int, message: str, without: Sink | None = None) -> None:
+        for sink in tuple(self._sinks):
+            if sink is not without:
+                self._pass(Warned(step=step, message=message), sink)
 
     def __enter__(self) -> Sinks:
         return self

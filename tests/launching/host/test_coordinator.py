@@ -7,9 +7,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from lockstep.errors import LaunchError
 from lockstep.launching.host.agent import Rendezvous, rank_argv
 from lockstep.launching.host.coordinator import Coordinator
 from lockstep.launching.host.election import Election, Unreachable
+from lockstep.launching.host.group import Record
 from lockstep.launching.host.line import Line, Terms
 from lockstep.launching.host.processes import StoreProcess
 
@@ -136,8 +137,59 @@ def test_a_run_resumes_by_itself_only_if_one_of_its_name_has_lost_all_ranks(
     assert elected.resumes("ends") is False
 
 
-def hello(line: socket.socket, name: str, **others: Any) -> Any:
-    said(line, terms={**vars(TERMS), **others}, id=name, host=name, ranks=[])
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_new_coordinator_replaces_no_rank_that_the_last_one_has_replaced(
+    monkeypatch: pytest.MonkeyPatch, is_replaced: bool
+) -> None:
+    monkeypatch.setattr(StoreProcess, "start", lambda self: None)
+    monkeypatch.setattr(Election, "_post", lambda _, path, body: etcd.post(path, body))
+    etcd = Etcd()
+    election = Election([("127.0.0.1", 1)], "run", lease_s=1.0)
+    assert election.campaign({"id": "own"})
+    assert election.allocate(1, 2)
+    listener = socket.create_server(("127.0.0.1", 0))
+    changed = {"hosts": 1, "ranks": 2, "replace": 3}
+    leader = Coordinator(listener, replace(TERMS, **changed), "own", election)
+    ranks = [Record(0, 0, generation=1), Record(1, 1, generation=1, exit_code=137)]
+    ranks += [Record(2, 1)] * is_replaced
+    with connected(listener.getsockname()[1]) as own:
+        of_own = hello(own, "own", [*map(asdict, ranks)], **changed)
+        leader.thread.start()
+        assert heard(of_own, "order")["order"] == {"lost": 1}
+        said(own, beat=1)
+        told = [json.loads(next(of_own))]
+        while "beat" not in told[-1]:
+            told.append(json.loads(next(of_own)))
+        starts = [(m["slot"], m["start"]) for m in told if "start" in m]
+        assert starts == ([] if is_replaced else [(2, 1)])
+        leader._is_elected = False
+        leader.thread.join(10)
+
+
+def test_a_stranger_without_the_token_is_refused_and_learns_nothing_of_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(StoreProcess, "start", lambda self: None)
+    listener = socket.create_server(("127.0.0.1", 0))
+    leader = Coordinator(listener, TERMS, "own", token="sesame")
+    leader.thread.start()
+    for wrong in ({}, {"token": ""}, {"token": "sésame"}, {"token": "sesame "}):
+        with connected(listener.getsockname()[1]) as stranger:
+            said(stranger, terms={}, id="own", host="h", ranks=[], **wrong)
+            told = json.loads(stranger.makefile().readline())
+            assert told == {"refused": "its LOCKSTEP_AGENTS_TOKEN is another one"}
+    with connected(listener.getsockname()[1]) as stranger:
+        said(stranger, terms={}, id="own", host="h", ranks=[], token=["sesame"])
+        assert stranger.recv(100) == b""
+    with connected(listener.getsockname()[1]) as other:
+        said(other, terms=vars(TERMS), id="other", host="h", ranks=[], token="sesame")
+        assert heard(other.makefile(), "welcome")
+    leader._is_elected = False
+    leader.thread.join(10)
+
+
+def hello(line: socket.socket, name: str, records: Sequence[Any] = (), **others: Any) -> Any:
+    said(line, terms={**vars(TERMS), **others}, id=name, host=name, ranks=records)
     return line.makefile()
 
 
@@ -182,6 +234,23 @@ def test_hosts_get_slots_other_programs_do_not_and_a_silent_host_is_lost(
     text = capfd.readouterr().err
     assert "other has not answered for 1 s: rank 1 lost" in text
     assert "third joins with rank 2" in text
+
+
+def test_a_host_that_is_lost_after_its_ranks_have_left_does_not_spoil_a_run(port: int) -> None:
+    with connected(port) as own:
+        of_own = hello(own, "own")
+        with connected(port) as other:
+            of_other = hello(other, "other")
+            assert heard(of_own, "start")["slot"] == 0
+            assert heard(of_other, "start")["slot"] == 1
+            for line, slot in ((own, 0), (other, 1)):
+                said(line, slot=slot, say={"say": "meet", "generation": 0, "takes_in": True})
+            assert heard(of_other, "order")["order"]["generation"] == 1
+            said(other, slot=1, say={"say": "leave", "generation": 1})
+            assert heard(of_other, "order")["order"] == {"left": True}
+        said(own, slot=0, say={"say": "leave", "generation": 1})
+        said(own, slot=0, code=0)
+        assert heard(of_own, "end") == {"end": 0}
 
 
 def test_what_is_no_agent_is_told_apart_and_so_is_a_wrong_address() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lockstep.comm.torchdist.supervision import FromRank, ToRank
-from lockstep.launching.host.group import Group, Order, Record
+from lockstep.launching.host.group import Group, Order, Record, vacant
 from lockstep.launching.host.supervisor import Leader
 
 KILL, REFUSED = 137, 2
@@ -30,7 +30,7 @@ class Ranks(RuleBasedStateMachine):
         self.said_built: set[tuple[int, int]] = set()
         self.members: dict[int, tuple[int, ...]] = {}
         self.has_left = False
-        self.records = {slot: Record(slot) for slot in range(self.size)}
+        self.records = {slot: Record(slot, place=slot) for slot in range(self.size)}
         self.deaf: set[int] = set()
         self.num_taken_over = 0
 
@@ -105,11 +105,14 @@ class Ranks(RuleBasedStateMachine):
         self.carry_out(self.group.lose(slot, KILL if was == "killed" else code))
         if self.group.is_replaceable(slot):
             assert code == KILL or was == "killed"
-            new = self.group.add()
-            assert new >= self.num_slots()
-            self.states[new], self.heard[new] = "starting", []
-            self.generations[new], self.takes_in[new] = 0, True
-            self.records[new] = Record(new)
+            self.replace(self.records[slot])
+
+    def replace(self, lost: Record) -> None:
+        new = self.group.add()
+        assert new >= self.num_slots()
+        self.states[new], self.heard[new] = "starting", []
+        self.generations[new], self.takes_in[new] = 0, True
+        self.records[new] = Record(new, lost.place)
 
     @precondition(lambda self: self.group.generation and self.states)
     @rule(data=st.data())
@@ -133,7 +136,8 @@ class Ranks(RuleBasedStateMachine):
             lost = data.draw(st.sampled_from(sorted(self.states)))
             del self.states[lost], self.records[lost]
         for slot in [s for s, state in self.states.items() if not self.generations[s]]:
-            if state_is_new(self.records[slot]):  # its agent ends it, and starts it again
+            # Its agent ends it if none of its ranks has begun to train.
+            if state_is_new(self.records[slot]) and data.draw(st.booleans()):
                 del self.states[slot], self.records[slot]
         self.num_taken_over += 1
         if not self.states:  # nobody is left whom a coordinator could be for
@@ -144,6 +148,9 @@ class Ranks(RuleBasedStateMachine):
         self.carry_out(
             self.group.take_over(max(self.members), self.num_slots(), self.records.values())
         )
+        for record in vacant(self.records.values()):
+            if self.group.is_replaceable(record.slot):
+                self.replace(record)
 
     @precondition(lambda self: not self.states)
     @rule()
@@ -184,6 +191,11 @@ class Ranks(RuleBasedStateMachine):
             present = [slot for slot in heard if self.generations.get(slot) == number]
             stay = [s for s in present if self.states.get(s) in ("building", "in", "waiting")]
             assert all(told[members.index(slot)] == longest for slot in stay)
+
+    @invariant()
+    def nobody_is_replaced_twice(self) -> None:
+        places = [self.records[slot].place for slot in self.states]
+        assert len(places) == len(set(places))
 
     @invariant()
     def nobody_waits_who_need_not(self) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -201,3 +202,24 @@ def test_ranks_get_places_from_their_own_launcher_only() -> None:
     assert env["OMP_NUM_THREADS"] == env["MKL_NUM_THREADS"] == "3"
     assert env["PYTHONUNBUFFERED"] == "1"
     assert base["RANK"] == "1"
+
+
+def test_a_rank_that_finds_no_store_has_an_error_and_no_stack_trace_of_torch() -> None:
+    code = """
+import socket
+from datetime import timedelta
+from torch.distributed import TCPStore
+with socket.create_server(("127.0.0.1", 0)) as listener:
+    port = listener.getsockname()[1]
+try:
+    TCPStore("127.0.0.1", port, timeout=timedelta(seconds=1))
+except RuntimeError as error:
+    print("raised")
+"""
+    env = rank_environment(1)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert (ended.stdout, ended.stderr) == ("raised\n", "")
+    assert rank_environment(1, {"TORCH_CPP_LOG_LEVEL": "INFO"})["TORCH_CPP_LOG_LEVEL"] == "INFO"

@@ -155,7 +155,7 @@ def agent(
     """
     with ending_at_interrupt():
         from lockstep.launching.host.agent import Agent, rank_argv
-        from lockstep.launching.host.line import Rendezvous, Terms
+        from lockstep.launching.host.line import TOKEN, Rendezvous, Terms
         from lockstep.launching.host.output_pump import pumped_output
         from lockstep.launching.job.commands import rank_environment, threads_of
     argv = rank_argv(command)
@@ -163,10 +163,11 @@ def agent(
     known = os.environ.get("SLURM_JOB_ID", "") if name is None else name
     terms = Terms(__version__, known, hosts, ranks, replace, host_timeout, tuple(command))
     variables = rank_environment(threads_of(command))
+    token = variables.pop(TOKEN, "")
     os.environ.clear()
     os.environ.update(variables)
     with pumped_output():  # a reader that stalls must not stall the coordinator
-        code = Agent(where, terms, argv, wait).run()
+        code = Agent(where, terms, argv, wait, token=token).run()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # the store's threads may be anywhere

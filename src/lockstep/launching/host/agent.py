@@ -90,6 +90,7 @@ class Agent:
         patience_s: seconds to wait for the coordinator, at the start and after a loss.
         is_led: whether the coordinator is in another program, which gets what the ranks print.
         fds: file descriptors of this process that all ranks inherit.
+        token: secret that all agents of the run share; empty for none.
     """
 
     def __init__(
@@ -100,7 +101,9 @@ class Agent:
         patience_s: float,
         is_led: bool = False,
         fds: Sequence[int] = (),
+        token: str = "",
     ) -> None:
+        self._token = token
         self._rendezvous, self._terms, self._patience_s = rendezvous, terms, patience_s
         self._output = Output() if is_led else None
         streams = None if self._output is None else self._output.writers
@@ -168,7 +171,7 @@ class Agent:
                 listener.close()
                 return
         self._home = listener.getsockname()
-        self._coordinator = Coordinator(listener, self._terms, self._id, election)
+        self._coordinator = Coordinator(listener, self._terms, self._id, election, self._token)
         self._coordinator.thread.start()
 
     def _connected(self) -> Line | int:
@@ -241,7 +244,7 @@ class Agent:
         asked_at = time.monotonic()
         ranks = [asdict(record) for record in self._records.values()]
         hello = {"terms": asdict(self._terms), "id": self._id, "host": socket.gethostname()}
-        line.send(**hello, ranks=ranks)
+        line.send(**hello, token=self._token, ranks=ranks)
         deadline, is_over = asked_at + _ANSWER_S, False
         if len(self._processes):  # which are not to outlive the lease
             deadline = min(deadline, self._answered_at + self._lease_s)

@@ -25,7 +25,7 @@ from typing import Any
 from lockstep.comm.torchdist.supervision import FromRank
 from lockstep.errors import RankFailure
 from lockstep.launching.host.election import Election, Unreachable
-from lockstep.launching.host.group import KILLED, Order, Record
+from lockstep.launching.host.group import KILLED, Order, Record, vacant
 from lockstep.launching.host.line import Line, Terms
 from lockstep.launching.host.processes import StoreProcess
 from lockstep.launching.host.supervisor import Leader
@@ -69,6 +69,7 @@ class Coordinator(Leader):
         terms: what the agents have to agree on.
         own: the `id` of the agent of this process, whose ranks get the first slots; empty for none.
         election: that this coordinator has won, and may lose; None where there are none.
+        token: secret that agents have to know; empty for none.
     """
 
     def __init__(
@@ -77,10 +78,11 @@ class Coordinator(Leader):
         terms: Terms,
         own: str,
         election: Election | None = None,
+        token: str = "",
     ) -> None:
         super().__init__(terms.hosts * terms.ranks, terms.replace)
         self._terms, self._own = terms, own
-        self._election = election
+        self._election, self._token = election, token
         self._is_elected = True
         self._generation = 0
         self._since = self._kept_at = self._heard_at = time.monotonic()
@@ -239,8 +241,8 @@ class Coordinator(Leader):
 
     def _welcome(self, agent: _Agent, hello: dict[str, Any]) -> None:
         """Let an agent in, or say why not."""
-        if differences := self._terms.differences(hello["terms"]):
-            agent.line.send(refused=differences)
+        if reason := self._terms.refusal(hello, self._token):
+            agent.line.send(refused=reason)
             self._remove(agent)
             return
         agent.id, agent.name = str(hello["id"]), str(hello["host"])
@@ -312,9 +314,9 @@ class Coordinator(Leader):
         # Those that came with a host count too: never more than were asked for.
         num_first = self._terms.hosts * self._terms.ranks
         self._replacements = max(0, self._terms.replace - (self._group.num_slots - num_first))
-        for agent, record in [(a, r) for a in agents for r in a.records.values()]:
-            has_ended = record.exit_code is not None
-            if has_ended and self._replacements and self._group.is_replaceable(record.slot):
+        # The last coordinator may have replaced some of those that have ended.
+        for agent, record in [(a, r) for a in agents for r in vacant(a.records.values())]:
+            if self._replacements and self._group.is_replaceable(record.slot):
                 self._replacements -= 1
                 self._start(agent, [record.place])
 
@@ -355,6 +357,7 @@ class Coordinator(Leader):
         if agent.slots and not self._group.is_ended:
             say(f"{agent.name} {why}: {named(agent.slots)} lost")
         for slot in sorted(agent.slots):
+            self._group.excuse(slot)
             self.handle((slot, _LOST_WITH_HOST))
 
     def _remove(self, agent: _Agent) -> None:

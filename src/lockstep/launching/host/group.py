@@ -107,6 +107,12 @@ class Record:
             self.has_left = self.has_left and message.say != "meet"
 
 
+def vacant(records: Iterable[Record]) -> list[Record]:
+    """Of the ranks of a host, those that have ended, and in whose place no other was started."""
+    newest = {record.place: record for record in sorted(records, key=lambda record: record.slot)}
+    return [record for record in newest.values() if record.exit_code is not None]
+
+
 class Group:
     """Decides on the generations of a group, numbered from 1.
 
@@ -275,6 +281,11 @@ class Group:
         else:
             self._form()
         return self._taken()
+
+    def excuse(self, slot: int) -> None:
+        """Have the end of a process that has left not count: it ends with its host."""
+        if self._all[slot].phase == "out":
+            self._all[slot].phase = "lost"
 
     def is_replaceable(self, slot: int) -> bool:
         """Whether a process that has ended is missing, and another could take its place.

@@ -1,12 +1,13 @@
 """The lines between agents and their coordinator, where they meet, and what they agree on.
 
-A line is JSON over TCP, a message a line of text. Who connects has to know what the run is, but no
-secret: use a network of your own, as for the ranks themselves.
+A line is JSON over TCP, a message a line of text. Who connects has to know what the run is, and its
+token, if it has one. Lines are not encrypted: use a network of your own, as for the ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import os
 import socket
@@ -15,6 +16,9 @@ from typing import Any
 
 from lockstep.comm.host import is_loopback
 from lockstep.errors import LaunchError
+
+TOKEN = "LOCKSTEP_AGENTS_TOKEN"
+"""Environment variable with the secret that all agents of a run share; empty for none."""
 
 _MAX_BYTES = 1 << 20
 """Of what has come on a line without an end of a message, and of output that waits to be sent."""
@@ -141,8 +145,14 @@ class Terms:
     host_timeout_s: float
     command: tuple[str, ...]
 
-    def differences(self, other: dict[str, Any]) -> str:
-        """The terms in which another agent differs, in words; empty if it agrees."""
+    def refusal(self, hello: dict[str, Any], token: str) -> str:
+        """Why another agent may not take part, in words; empty if it may.
+
+        One without the token learns nothing else of the run.
+        """
+        if not hmac.compare_digest(hello.get("token", "").encode(), token.encode()):
+            return f"its {TOKEN} is another one"
+        other = hello["terms"]
         own = json.loads(json.dumps(asdict(self)))
         different = [name for name, value in own.items() if other.get(name) != value]
         shown = (f"{name} is {own[name]} here, {other.get(name)} there" for name in different)

@@ -241,7 +241,8 @@ def rank_environment(threads: int, base: Mapping[str, str] | None = None) -> dic
     }
     env |= without_hierarchy(env) | dict.fromkeys(THREAD_VARIABLES, str(threads))
     env |= missing_variables(env)
-    return env | {"PYTHONUNBUFFERED": "1"}
+    # What torch's C++ prints of a lost peer, stack traces in all, it raises, too.
+    return {"TORCH_CPP_LOG_LEVEL": "FATAL"} | env | {"PYTHONUNBUFFERED": "1"}
 
 
 def find_mpirun() -> Path:

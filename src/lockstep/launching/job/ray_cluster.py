@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -103,8 +104,8 @@ def layout(
 class _Coordinator(Coordinator):
     """The coordinator in a program without an agent of its own."""
 
-    def __init__(self, listener: socket.socket, terms: Terms, out: TextIO) -> None:
-        super().__init__(listener, terms, own="")
+    def __init__(self, listener: socket.socket, terms: Terms, token: str, out: TextIO) -> None:
+        super().__init__(listener, terms, own="", token=token)
         self._out = out
         self._asked: list[int] = []
         self._wake, self._waker = socket.socketpair()
@@ -173,9 +174,9 @@ class _Driver:
         host, port = listener.getsockname()
         self._work = Work(
             f"{host}:{port}", terms, os.getcwd(), _run_dir(), variables_of_ranks(request.stop_file),
-            request.threads, _contents(request.fd),
+            request.threads, secrets.token_hex(), _contents(request.fd),
         )  # fmt: skip
-        self._coordinator = _Coordinator(listener, terms, out)
+        self._coordinator = _Coordinator(listener, terms, self._work.token, out)
 
     def run(self) -> int:
         """Serve until the run has ended; its exit code."""

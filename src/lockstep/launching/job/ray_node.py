@@ -153,6 +153,7 @@ class Work:
         run_dir: run directory, which the command has made.
         variables: environment variables of the ranks, besides those of the node.
         threads: number of threads of each rank.
+        token: secret of the agents of this run.
         task: copy of a task from memory, which ranks inherit; empty if there is none.
     """
 
@@ -162,6 +163,7 @@ class Work:
     run_dir: str
     variables: Mapping[str, str]
     threads: int
+    token: str
     task: bytes = b""
 
 
@@ -241,7 +243,7 @@ def serve(values: dict[str, Any], fds: tuple[int, ...]) -> int:
     os.environ.update(variables)
     argv = bound_to_parent([sys.executable, *terms.command, *map(str, fds)])
     where = Rendezvous.parse(values["rendezvous"])
-    return Agent(where, terms, argv, _PATIENCE_S, is_led=True, fds=fds).run()
+    return Agent(where, terms, argv, _PATIENCE_S, is_led=True, fds=fds, token=values["token"]).run()
 
 
 if __name__ == "__main__":

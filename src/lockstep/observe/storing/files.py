@@ -12,7 +12,7 @@ from pathlib import Path
 from lockstep.config.files import open_regular, open_to_read, replacing_binary
 from lockstep.engine.events import PICTURES, Event, Logged, RunStarted, picture_path
 from lockstep.errors import RunDirectoryError, file_errors
-from lockstep.observe.sink import Sink
+from lockstep.observe.sink import RowsLeftOut, Sink
 
 
 def opening(path: Path) -> AbstractContextManager[None]:
@@ -47,15 +47,23 @@ def end_of_rows(path: Path) -> int:
     return 0
 
 
+MOST_WAITING = 8 << 20
+"""Bytes that wait at most for a file; all, and what `EventHub` keeps, take less than 64 MiB."""
+
+
 class AppendFile:
-    """Appends whole lines to a file; when `append` returns, the operating system has them.
+    """Appends whole rows to a file; when `append` returns, the operating system has them.
 
     Opening truncates a line that a killed process has left half-written. Bytes that cannot be
     written, as on a full disk, are kept, and written first once there is space, from the very byte
-    at which the disk was full: no row is lost, torn or doubled.
+    at which the disk was full: no row is torn or doubled. None is lost, unless `MOST_WAITING` bytes
+    wait: those that come then are left out, and counted.
 
     Args:
         path: path of the file; it and its directory are created if they do not exist.
+
+    Attributes:
+        num_left_out: rows that are left out, until that is said.
 
     Raises:
         OSError: the file cannot be opened.
@@ -63,7 +71,8 @@ class AppendFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._pending = b""
+        self.num_left_out = 0
+        self._pending = bytearray()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         end = end_of_rows(path)
@@ -75,23 +84,35 @@ class AppendFile:
         """Whether there is something that could not be written yet."""
         return bool(self._pending)
 
-    def append(self, rows: bytes) -> None:
-        """Write whole lines, after what is still kept.
+    def append(self, row: bytes) -> None:
+        """Write a row, after what is still kept.
 
         Raises:
-            OSError: not all could be written; the rest is kept.
+            OSError: not all could be written; the rest is kept, or this row is left out.
         """
-        self._pending += rows
+        if self._pending and len(self._pending) + len(row) > MOST_WAITING:
+            try:
+                self._write()
+            except OSError:
+                self.num_left_out += 1
+                raise
+        self._pending += row
         self.flush()
 
     def flush(self) -> None:
         """Write what is kept.
 
         Raises:
+            RowsLeftOut: all of it is written, but it lacks rows.
             OSError: not all could be written; the rest is kept.
         """
-        if not self._pending:
-            return
+        if self._pending:
+            self._write()
+        if self.num_left_out:
+            number, self.num_left_out = self.num_left_out, 0
+            raise RowsLeftOut(self.path, number)
+
+    def _write(self) -> None:
         # Writing to a deleted file succeeds, and all of it is gone at closing.
         if os.fstat(self._fd).st_nlink == 0:
             raise FileNotFoundError(
@@ -99,7 +120,7 @@ class AppendFile:
             )
         try:
             while self._pending:
-                self._pending = self._pending[os.write(self._fd, self._pending) :]
+                del self._pending[: os.write(self._fd, self._pending)]
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
@@ -113,6 +134,12 @@ class AppendFile:
             return
         try:
             self.flush()
+        except OSError as error:
+            if self.num_left_out:
+                error.strerror = (
+                    f"{error.strerror}, and {self.num_left_out:,} rows had to be left out"
+                )
+            raise
         finally:
             os.close(self._fd)
             self._fd = -1

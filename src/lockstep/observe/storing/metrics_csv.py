@@ -22,7 +22,7 @@ from lockstep.config.files import open_text, replacing
 from lockstep.config.parsing import parse_int, shown
 from lockstep.engine.events import Evaluated, Event, Logged, RunStarted, StepDone
 from lockstep.errors import RunDirectoryError
-from lockstep.observe.sink import Sink
+from lockstep.observe.sink import RowsLeftOut, Sink
 from lockstep.observe.storing.files import AppendFile, opening
 
 
@@ -63,6 +63,9 @@ COLUMNS = (*_INDEX, *_OF_STEP, *_OF_RANKS)
 of these is called `metric_<name>`, but for an evaluation's `loss`; unprintable characters in names
 are escaped."""
 
+_MOST_WAITING = 1 << 16
+"""Cells that wait at most for a file that cannot be rewritten: about `MOST_WAITING` bytes."""
+
 _LOG = "log"
 """The split of what was logged."""
 
@@ -78,7 +81,7 @@ class MetricsCsv(Sink):
     come again. A second row for the same step and split is not written, since work that is repeated
     after a fault gives the same values; nor is one of a step before the last. In the split `log`
     this holds for each cell, and for each time that a name takes a value: of 1, 2, 1 all three are
-    written, for the last one counts.
+    written, for the last one counts. Where the file cannot be written for long, rows are left out.
 
     Args:
         path: path of the file; created if it does not exist, else appended to.
@@ -91,6 +94,7 @@ class MetricsCsv(Sink):
         self._path = path
         self._columns: list[str] = list(COLUMNS)
         self._queue: list[tuple[Row, _Counts]] = []
+        self._num_waiting = self._num_left_out = 0
         self._logged: tuple[Row, _Counts] = ({}, {})
         self._logged_step, self._logged_at_step = -1, RepeatCounts()
         self._cut_after: int | None = None
@@ -118,9 +122,9 @@ class MetricsCsv(Sink):
         elif isinstance(event, Logged):
             self._log(event)
         elif isinstance(event, StepDone):
-            self._queue.append((_step_row(event), {}))
+            self._enqueue(_step_row(event), {})
         elif isinstance(event, Evaluated):
-            self._queue.append((_evaluation_row(event, self._steps_per_epoch), {}))
+            self._enqueue(_evaluation_row(event, self._steps_per_epoch), {})
         self._drain()
 
     def truncate_after(self, step: int) -> None:
@@ -132,6 +136,7 @@ class MetricsCsv(Sink):
             RunDirectoryError: the file is not a metrics file.
         """
         self._queue = [(row, counts) for row, counts in self._queue if int(row["step"]) <= step]
+        self._num_waiting = sum(len(row) for row, _ in self._queue)
         self._cut_after = step
         self._drain()
 
@@ -158,7 +163,19 @@ class MetricsCsv(Sink):
         """Queue what was logged at a step."""
         logged, self._logged = self._logged, ({}, {})
         if logged[0]:
-            self._queue.append(logged)
+            self._enqueue(*logged)
+
+    def _enqueue(self, row: Row, counts: _Counts) -> None:
+        if self._queue and self._num_waiting + len(row) > _MOST_WAITING:
+            try:
+                self._drain()
+            except RowsLeftOut as gap:  # said when all is written
+                self._num_left_out += gap.number
+            except OSError:
+                self._num_left_out += 1
+                return
+        self._num_waiting += len(row)
+        self._queue.append((row, counts))
 
     def _drain(self) -> None:
         """Cut and write what is pending, in order; what cannot be done now stays pending."""
@@ -170,7 +187,9 @@ class MetricsCsv(Sink):
             missing = self._missing(*self._queue[0])
             if missing:
                 self._write(missing)
-            del self._queue[0]
+            self._num_waiting -= len(self._queue.pop(0)[0])
+        self._file.num_left_out += self._num_left_out
+        self._num_left_out = 0
         self._file.flush()
 
     def _missing(self, row: Row, counts: _Counts) -> Row:

@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import queue
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
 from lockstep.config.parsing import parse_object, shown
-from lockstep.engine.events import (
-    Evaluated,
-    Event,
-    Failed,
-    Finished,
-    Logged,
-    RunStarted,
-    StepDone,
-    picture_path,
-)
+from lockstep.engine.events import Event, Failed, Finished, Logged, RunStarted, picture_path
 from lockstep.errors import ConfigError
 from lockstep.observe.sink import Sink
-from lockstep.observe.storing.files import opening
+from lockstep.observe.storing.files import AppendFile, opening
 from lockstep.observe.storing.jsonl import scalars_of
 from lockstep.observe.trackers import FOLDER, PACKAGES
 
@@ -196,7 +189,8 @@ class TensorBoard(Sink):
     """Writes `train/*`, `time/*`, `<split>/*` and `log/*`.
 
     When a run resumes from step k, as `RunStarted` says, TensorBoard is made to hide what an
-    earlier session wrote of later steps.
+    earlier session wrote of later steps. Records are appended here, since a thread of TensorBoard's
+    own writer prints its errors.
 
     Args:
         directory: directory of the event files; created if it does not exist.
@@ -208,16 +202,18 @@ class TensorBoard(Sink):
 
     def __init__(self, directory: Path) -> None:
         try:
-            module = importlib.import_module("torch.utils.tensorboard")
+            self._summary = importlib.import_module("torch.utils.tensorboard.summary")
+            self._protos = importlib.import_module("tensorboard.compat.proto.event_pb2")
+            writer = importlib.import_module("tensorboard.summary.writer.record_writer")
         except ImportError as error:
             raise ConfigError(
                 f"tensorboard=true: TensorBoard cannot be imported ({error}); "
                 'pip install "lockstep-train[tensorboard]"'
             ) from error
-        self._new_writer = module.SummaryWriter
+        self._new_records = writer.RecordWriter
         self._directory = directory
         self._purge_step: int | None = None
-        self._writer: Any = None
+        self._file: AppendFile | None = None
         with opening(directory):
             directory.mkdir(parents=True, exist_ok=True)
             TemporaryFile(dir=directory).close()
@@ -227,75 +223,66 @@ class TensorBoard(Sink):
         if isinstance(event, RunStarted):
             self.close()
             self._purge_step = event.step + 1
-        elif isinstance(event, (StepDone, Evaluated)):
-            self._write(lambda writer: _add_scalars(writer, event))
-        elif isinstance(event, Logged):
-            self._write(lambda writer: _add_logged(writer, event))
-        elif isinstance(event, (Finished, Failed)):
-            self._write(lambda writer: writer.flush())
+        elif summaries := self._summaries(event):
+            self._append(*(self._record(event.step, summary=summary) for summary in summaries))
+        elif self._file is not None:
+            self._file.flush()
 
     def close(self) -> None:
         """Write what is still in memory and close the event file."""
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
-    def _write(self, write: Callable[[Any], None]) -> None:
-        try:
-            if self._writer is None:
-                self._writer = self._new_writer(
-                    str(self._directory), purge_step=self._purge_step, flush_secs=10
-                )
-                self._purge_step = None
-            write(self._writer)
-        except OSError:
-            # A writer that has failed once stays failed: the next event gets a new event file.
-            self._writer = None
-            raise
+    def _append(self, *records: bytes) -> None:
+        if self._file is None:
+            seconds, rest = divmod(time.time_ns(), 10**9)  # by its name TensorBoard sorts files
+            name = (
+                f"events.out.tfevents.{seconds:010}.{socket.gethostname()}.{os.getpid()}.{rest:09}"
+            )
+            self._file = AppendFile(self._directory / name)
+            records = (*self._begin(), *records)
+        self._file.append(b"".join(records))
+
+    def _begin(self) -> Iterator[bytes]:
+        step, self._purge_step = self._purge_step, None
+        yield self._record(step or 0, file_version="brain.Event:2")
+        if step is not None:
+            log = self._protos.SessionLog
+            yield self._record(step, session_log=log(status=log.START))
+
+    def _record(self, step: int, **what: Any) -> bytes:
+        event = self._protos.Event(step=step, wall_time=time.time(), **what)
+        record = io.BytesIO()
+        self._new_records(record).write(event.SerializeToString())
+        return record.getvalue()
+
+    def _summaries(self, event: Event) -> list[Any]:
+        new = self._summary
+        if isinstance(event, Logged) and event.kind != "scalar":
+            tag = f"log/{event.name}"
+            if event.kind == "text":
+                return [new.text(tag, event.text)]
+            histogram = event.kind == "histogram"
+            return [_histogram(new, tag, event) if histogram else _picture(new, tag, event)]
+        return [new.scalar(name, value) for name, value in scalars_of(event).items()]
 
 
-def _add_scalars(writer: Any, event: Event) -> None:
-    for name, value in scalars_of(event).items():
-        writer.add_scalar(name, value, event.step)
-
-
-def _add_logged(writer: Any, event: Logged) -> None:
-    tag = f"log/{event.name}"
-    if event.kind == "scalar":
-        _add_scalars(writer, event)
-    elif event.kind == "text":
-        writer.add_text(tag, event.text, event.step)
-    elif event.kind == "histogram":
-        _add_histogram(writer, tag, event)
-    else:
-        _add_picture(writer, tag, event)
-
-
-def _add_histogram(writer: Any, tag: str, event: Logged) -> None:
+def _histogram(new: Any, tag: str, event: Logged) -> Any:
     least, greatest, counts = (event.value[key] for key in ("min", "max", "counts"))
     # Halves, since the difference of two float64 may be none.
     width = (greatest / 2 - least / 2) / len(counts)
     limits = [least + 2 * width * (number + 1) for number in range(len(counts))]
     centres = [limit - width for limit in limits]
-    writer.add_histogram_raw(
-        tag,
-        min=least,
-        max=greatest,
-        num=sum(counts),
-        sum=sum(count * centre for count, centre in zip(counts, centres, strict=True)),
-        sum_squares=sum(n * centre * centre for n, centre in zip(counts, centres, strict=True)),
-        bucket_limits=limits,
-        bucket_counts=counts,
-        global_step=event.step,
-    )
+    total = sum(count * centre for count, centre in zip(counts, centres, strict=True))
+    squares = sum(n * centre * centre for n, centre in zip(counts, centres, strict=True))
+    return new.histogram_raw(tag, least, greatest, sum(counts), total, squares, limits, counts)
 
 
-def _add_picture(writer: Any, tag: str, event: Logged) -> None:
-    """Add a PNG file as it is: `add_image` would need its pixels, and a library to encode them."""
-    proto = importlib.import_module("tensorboard.compat.proto.summary_pb2")
+def _picture(new: Any, tag: str, event: Logged) -> Any:
+    """A PNG file as it is: `summary.image` would need its pixels, and a library to encode them."""
     about = event.value
-    image = proto.Summary.Image(
+    image = new.Summary.Image(
         height=about["height"], width=about["width"], colorspace=4, encoded_image_string=event.png
     )
-    summary = proto.Summary(value=[proto.Summary.Value(tag=tag, image=image)])
-    writer.file_writer.add_summary(summary, event.step)
+    return new.Summary(value=[new.Summary.Value(tag=tag, image=image)])
