@@ -10,7 +10,7 @@ import math
 import os
 import queue
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -414,6 +414,22 @@ def test_state_that_lies_where_nobody_looks_is_found_by_doing_steps_again(
     monkeypatch.setenv("LATE_STATE", "0")
     with pytest.raises(TaskError, match=r"step 5: gave another result|task\.numbers|os\.environ"):
         run(tmp_path, kind())
+
+
+class NumbersBatches(Late):
+    """Gives each new batch the next number: a cache by its looks, in the order of passes."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.numbers: dict[float, int] = defaultdict(itertools.count().__next__)
+
+    def factor(self, model: Any, loss: ls.Loss) -> float:
+        return 1 + 0.05 * self.numbers[float(loss.sum)] if self.is_late else 1.0
+
+
+def test_a_cache_whose_values_depend_on_the_order_of_passes_is_none(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"step \d+: gave another result .* task\.numbers"):
+        run(tmp_path, NumbersBatches())
 
 
 class AtTheEnd(InThread):

@@ -327,7 +327,8 @@ def own_tensors(train_step: TrainStep) -> dict[str, Tensor]:
 
 def kept_model(train_step: TrainStep) -> Callable[[], None]:
     """Copy this rank's part of the model; the function that is returned restores it."""
-    own = own_tensors(train_step)
+    in_slices = train_step.placement.in_slices and shards_of(train_step.model)
+    own = every_tensor(train_step.model) if in_slices else own_tensors(train_step)
     memory = [*train_step.state.unsaved.values()]
     if train_step.placement.in_slices:
         memory += [own_slice.parameters for own_slice in train_step.workspace.every_slice]
@@ -361,7 +362,8 @@ def load_own(train_step: TrainStep, snapshot: Snapshot) -> None:
     def find(name: str) -> Tensor | None:
         return snapshot.look(found(snapshot.model, name, shards))
 
-    tensors = own_tensors(train_step)
+    # In slices, there are no whole tensors of those that are cut into shards.
+    tensors = every_tensor(model) if placement.in_slices and shards else own_tensors(train_step)
     if placement.in_slices:
         for segment, of_segment in enumerate(train_step.workspace.stepped):
             for elements, parameters, _ in of_segment:
