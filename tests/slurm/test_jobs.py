@@ -37,7 +37,9 @@ def check(cluster, job, folder, expected, restarts, timeout=120):
     ended = cluster.wait_for_end(job, timeout)
     log = "".join(path.read_text() for path in folder.glob("job-*.log"))
     assert ended["JobState"] == "COMPLETED", log
-    assert ended["Restarts"] == str(restarts), log
+    # Where a start takes longer than SLURM waits with its notice, there is nothing to resume yet.
+    early = log.count("told to stop before it had written a checkpoint; tried once more")
+    assert ended["Restarts"] == str(restarts + early), log
     assert result(folder / "run")["status"] == "completed"
     assert result(folder / "run")["params_sha256"] == expected
     assert len(events(folder, "Resumed")) == restarts

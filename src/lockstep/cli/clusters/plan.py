@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from lockstep.cli.clusters.plan_measuring import Measuring, measure
+from lockstep.cli.clusters.plan_measuring import Measuring, device_of, measure
 from lockstep.cli.options import check_writable, shown_status
 from lockstep.config.parsing import option_numbers
 from lockstep.errors import ConfigError
@@ -209,20 +209,18 @@ def _measuring(
     if is_script(target):
         raise ConfigError(f"{target}: is a script; name its task, as in {target}:MyTask")
     kind, config = configured(target, overrides)
-    on_cpu = config.device in ("auto", "cpu")
+    device = device_of(config)
     if config.compression.name != "none":
         raise ConfigError(
             f"compression.name={config.compression.name}: a plan is of gradients that travel as "
             "they are; set compression.name=none"
         )
-    if on_cpu:
+    if device == "cpu":
         cores = usable_cores()
     else:
-        device, cores = num_devices(config.device)
+        found, cores = num_devices(device)
         if not cores:
-            raise ConfigError(
-                f"device={config.device!r}: torch {why_no_gpu(device)}; or plan device=cpu"
-            )
+            raise ConfigError(f"device={device!r}: torch {why_no_gpu(found)}; or plan device=cpu")
         if cores < 2 and max(numbers) > 1:
             raise ConfigError(
                 f"--ranks {options.ranks}: what ranks exchange is measured between two GPUs, and "
@@ -232,10 +230,10 @@ def _measuring(
         target=absolute(target),
         kind=kind,
         config=config,
-        overrides=(*overrides, f"device={'cpu' if on_cpu else config.device}"),
+        overrides=(*overrides, f"device={device}"),
         numbers=numbers,
         ranks_per_host=options.ranks_per_host
-        or (max(1, cores // config.threads) if on_cpu else cores),
+        or (max(1, cores // config.threads) if device == "cpu" else cores),
         cores=cores,
         launcher=launcher,
         seconds=options.seconds,

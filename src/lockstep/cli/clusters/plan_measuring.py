@@ -61,7 +61,6 @@ def anatomy(kind: type[Task], config: TrainConfig) -> Anatomy:
 
 
 _LEAST_BYTES = 1024
-_ON_CPU = ("auto", "cpu")
 _TIMES_CORES = 2
 """Ranks of a host are measured up to so many times its cores."""
 
@@ -99,9 +98,14 @@ class Measuring:
     @property
     def most_here(self) -> int:
         """Most ranks that are measured on this host at the same time."""
-        if self.config.device not in _ON_CPU:
+        if device_of(self.config) != "cpu":
             return min(self.ranks_per_host, self.cores)  # each rank has a GPU of its own
         return max(2, min(self.ranks_per_host, _TIMES_CORES * self.cores))
+
+
+def device_of(config: TrainConfig) -> str:
+    """The device that a plan of a config is for."""
+    return "cpu" if config.device == "auto" else config.device
 
 
 def measure(measuring: Measuring, say: Callable[[str], None]) -> Facts:
@@ -228,7 +232,7 @@ def _profiles(measuring: Measuring, parts: Anatomy, say: Callable[[str], None]) 
     Raises:
         LockstepError: ranks could not be started, or one was lost.
     """
-    device = "cpu" if measuring.config.device in _ON_CPU else measuring.config.device
+    device = device_of(measuring.config)
     request = Request(message_sizes(parts), measuring.seconds, device, with_torch=False)
     found = []
     for shape in groups(measuring):
