@@ -93,12 +93,8 @@ class SavedState:
         Raises:
             TaskError: naming the first.
         """
-        now, task = self.state(with_shared), self._state.task
-        changed = [
-            path
-            for path in differing(before, now)
-            if not is_scratch(task, path.removeprefix(_SHARED))
-        ]
+        now = self.state(with_shared)
+        changed = [path for path in differing(before, now) if not self._is_scratch(path)]
         own = [path for path in changed if path.startswith(("task", "hooks"))]
         self._own |= dict.fromkeys(own, caller)
         back = self._restored() if own else {}
@@ -130,6 +126,13 @@ class SavedState:
                 )
             elif back is not None and back.get(path) != now.get(path):
                 raise self._not_restored(path, caller)
+
+    def _is_scratch(self, path: str) -> bool:
+        """Whether the task names a path in `scratch`; what its class has, as its own too."""
+        task, place = self._state.task, path.removeprefix(_SHARED)
+        starts = [f"{kind.__qualname__}." for kind in type(task).__mro__]
+        own = [f"task.{place.removeprefix(s)}" for s in starts if place.startswith(s)]
+        return any(is_scratch(task, name) for name in (place, *own))
 
     def check_again(self) -> None:
         """Refuse state that was restored before, and no longer is; before some checkpoints.
