@@ -2,9 +2,9 @@
 
 SLURM is that of Debian's packages, with an agent as a step on each node; Ray is that of the extra,
 whose driver starts an agent as an actor on each node. What strikes is what these platforms allow:
-ranks, agents, stores, daemons and whole nodes are killed and come back, daemons are stopped or gone
-until SLURM gives their jobs up, steps are killed and cancelled, nodes are removed and added. Each
-run is checked as in `tests.campaigns.hosts`.
+ranks, agents, stores, daemons and whole nodes are killed and come back, daemons are stopped, steps
+are killed and cancelled, nodes are removed and added. Each run is checked as in
+`tests.campaigns.hosts`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.campaigns.hosts import report, strike
 from tests.conftest import environment
 from tests.launching.host.test_agents import Etcd, free_port
 from tests.launching.ray_nodes import Nodes
-from tests.slurm.cluster import NODES, Cluster, install, parent, running, wait_for
+from tests.slurm.cluster import NODES, Cluster, install, parent, running
 
 _STEPS = 2500
 _TIMEOUT_S = 3.0
@@ -133,8 +133,6 @@ class SlurmFaults(Faults):
             "stopped": Kind(2, self._stop_daemon, lasts=False, loses=False),
             "cancel": Kind(1, self._cancel, only=True),
         }
-        if run.has_election:
-            self.kinds["down"] = Kind(2, self._lose_daemon)
 
     def _kill_agent(self, host: int) -> Undo:
         pid = self.hosts.agent(host)
@@ -171,18 +169,6 @@ class SlurmFaults(Faults):
         self.hosts.cluster.signal_daemon(NODES[host], signal.SIGSTOP)
         time.sleep(_BLINK_S)
         self.hosts.cluster.signal_daemon(NODES[host], signal.SIGCONT)
-
-    def _lose_daemon(self, host: int) -> Undo:
-        """A daemon that stays away: SLURM gives its job up, whose processes it cannot reach."""
-        self.hosts.cluster.kill_daemon(NODES[host])
-        self.hosts.agents[host].wait(60)
-
-        def again() -> None:
-            self.hosts.cluster.start_node(NODES[host])
-            wait_for(lambda: not self.hosts.pids(host), 60, "the end of a job that was given up")
-            self.hosts.start(host)
-
-        return again
 
     def _cancel(self, host: int) -> None:
         """A cancelled step stops the run everywhere, with a checkpoint."""
