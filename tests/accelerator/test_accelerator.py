@@ -18,7 +18,7 @@ from tests.accelerator import HERE, surroundings
 from tests.conftest import environment, result, run, slow
 from tests.distributed.conftest import CONFIG, same
 
-QUIET = ("batch_size=16", "steps=32", "eval_every=99", "checkpoint.every=99", "log_every=99")
+QUIET = ("steps=32", "eval_every=99", "checkpoint.every=99", "log_every=99")
 DIGITS = ("train", "digits", "steps=24", "checkpoint.every=8", "eval_every=12", "log_every=8")
 
 
@@ -90,21 +90,43 @@ def test_a_run_has_the_bits_of_the_cpu_and_waits_once(
     assert json.loads((tmp_path / "waits-0.json").read_text()) == {"to host": 1.0}
 
 
+STAGED = ("num_shards=4", "batch_size=12", "num_microbatches=6", "mesh.pp=2")
+SLICED = ("num_shards=4", "batch_size=8", "num_microbatches=4")
+
+
 @pytest.mark.parametrize(
-    ("keys", "waits"),
+    ("task", "keys", "waits"),
     [
         # The device goes on while the host waits for the event.
-        ((), {"event": 1.0, "to host": 1.0}),
-        slow(("sharding=optimizer",), {"event": 1.0, "to host": 2.0, "synchronize": 1.0}),
+        ("Counted", ("batch_size=16",), {"event": 1, "to host": 1}),
+        slow("Counted", ("batch_size=16", "sharding=optimizer"), 4),
+        slow("Counted", ("batch_size=16", "compression.name=int8"), 2),
+        slow("Counted", ("batch_size=16", "compression.name=lowrank"), 5),
+        slow("Counted", ("batch_size=16", "compression.name=topk"), 30),
+        # One for each tensor that comes from the other stage: 6 microbatches, and a tied weight.
+        slow("CountedStages", STAGED, 9),
+        # Four parameters of the model are numbers, at each of which the host looks.
+        slow("CountedStages", (*SLICED, "sharding=parameters"), 7),
+        slow("CountedStages", (*SLICED, "sharding=gradients"), 4),
+        slow("CountedCarry", (), 3),
+        slow("CountedOverBatch", (), 4),
+        slow("CountedTables", (), 90),
     ],
 )
-def test_a_step_of_several_ranks_waits_once(
-    command: Callable[..., str], tmp_path: Path, keys: tuple[str, ...], waits: dict[str, float]
+def test_a_step_of_several_ranks_waits_seldom(
+    command: Callable[..., str],
+    tmp_path: Path,
+    task: str,
+    keys: tuple[str, ...],
+    waits: int | dict[str, int],
 ) -> None:
-    argv = ("-m", "lockstep", "train", f"{HERE / 'train_cases.py'}:Counted", *QUIET, *keys)
+    argv = ("-m", "lockstep", "train", f"{HERE / 'train_cases.py'}:{task}", *QUIET, *keys)
     command(*argv, "device=accelerator", "-n", 2, "--launcher", "local")
     found = [json.loads(path.read_text()) for path in tmp_path.glob("waits-*.json")]
-    assert found == [waits, waits]
+    assert len(found) == 2
+    if isinstance(waits, dict):
+        assert found == [waits, waits]
+    assert max(sum(of.values()) for of in found) <= (waits if isinstance(waits, int) else 2), found
 
 
 @pytest.mark.parametrize(
@@ -133,6 +155,25 @@ def test_survivors_go_on_with_what_they_have(
     assert result(tmp_path / "run")["params_sha256"] == reference
     devices = {row["device"] for row in rows if row["event"] == "Joined"}
     assert devices == {f"hostgpu:{n}" for n in range(int(str(keys[1])))}
+
+
+@pytest.mark.slow
+def test_a_stage_that_fails_ends_the_others_with_one_message(
+    accelerated: dict[str, str], tmp_path: Path
+) -> None:
+    argv = ("-m", "lockstep", "train", f"{HERE / 'train_cases.py'}:BrokenStage", *QUIET, *STAGED)
+    ended = subprocess.run(
+        [sys.executable, *argv, "device=accelerator", "-n", "2", "--launcher", "local"],
+        cwd=tmp_path,
+        env=accelerated,
+        capture_output=True,
+        text=True,
+        timeout=200,  # far less than `hang_timeout_s`
+    )
+    assert ended.returncode == 1, ended.stderr
+    assert "starting again" not in ended.stderr
+    assert ended.stderr.count("RuntimeError: the loss of this stage fails") == 1
+    assert re.search(r"^error: rank 1 raised an exception$", ended.stderr, re.M)
 
 
 @pytest.mark.slow

@@ -28,13 +28,14 @@ from lockstep.launching.api import Session
 from lockstep.launching.rank.environment import detect
 
 DISTRIBUTED = Path(__file__).parent.parent / "distributed"
-sys.path.insert(0, str(DISTRIBUTED))
+sys.path[:0] = [str(DISTRIBUTED), str(DISTRIBUTED.parent / "nn")]
 
 import batch_loss_tasks  # noqa: E402
 import carry_tasks  # noqa: E402
 import closure_tasks  # noqa: E402
 import manners  # noqa: E402
 import matrix  # noqa: E402
+import models  # noqa: E402
 import table_tasks  # noqa: E402
 import tasks  # noqa: E402
 
@@ -62,12 +63,20 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-class Counted(ls.Task):
-    """Batch norm, which has a counter, on batches worth a stream; counts waits of steps."""
+class Counting(ls.Task):
+    """Counts waits of steps."""
 
     def build_model(self) -> torch.nn.Module:
         """See `ls.Task`."""
         TrainStep.run = counting(TrainStep.run)  # type: ignore[method-assign]
+        return super().build_model()
+
+
+class Normed(ls.Task):
+    """Batch norm, which has a counter, on batches worth a stream."""
+
+    def build_model(self) -> torch.nn.Module:
+        """See `ls.Task`."""
         layers = (
             torch.nn.Linear(SMALL_BYTES // 4, 4),
             torch.nn.BatchNorm1d(4),
@@ -84,6 +93,10 @@ class Counted(ls.Task):
         """See `ls.Task`."""
         loss = torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
         return ls.Loss.mean(loss, len(batch[0]))
+
+
+class Counted(Counting, Normed):
+    """The plain case."""
 
 
 def counting(run: Any) -> Any:
@@ -122,6 +135,37 @@ class Recurrent(carry_tasks.Read):
         model = super().build_model()
         model.cell = Cell()
         return model
+
+
+class CountedStages(Counting, models.Deep):
+    """Blocks, of which the first and the last share a weight."""
+
+
+class BrokenStage(models.Deep):
+    """The last stage's loss, which no other stage computes, ends with an exception."""
+
+    scratch = ("task.num_losses",)
+    num_losses = 0
+
+    def loss(self, model: Any, batch: Any) -> ls.Loss:
+        """See `ls.Task`."""
+        made: ls.Loss = super().loss(model, batch)
+        self.num_losses += 1
+        if self.num_losses == 20:
+            raise RuntimeError("the loss of this stage fails")
+        return made
+
+
+class CountedCarry(Counting, Recurrent):
+    """Carries its last state."""
+
+
+class CountedOverBatch(Counting, batch_loss_tasks.Redundancy):
+    """Copies a matrix to the device itself."""
+
+
+class CountedTables(Counting, table_tasks.Plain):
+    """Looks rows up."""
 
 
 def optimizer_case(name: str) -> tuple[Any, list[str]]:

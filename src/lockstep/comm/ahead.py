@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from lockstep.comm.mailbox import HostTransport
@@ -15,6 +17,14 @@ from lockstep.comm.transport import GroupBroken, collective
 FEW_RANKS = 16
 """Among so many, each part goes straight to every rank: all messages at once, instead of some
 rounds one after another. Among more, the number of messages would be what takes time."""
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device; one of host memory goes there without a wait, if it can be pinned."""
+    if tensor.is_cpu and device.type != "cpu":
+        with suppress(RuntimeError):
+            tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 class Round(NamedTuple):

@@ -330,11 +330,11 @@ class Transport(ABC):
     def close(self) -> None:
         """Leave the group."""
 
-    def in_stream(self) -> AbstractContextManager[None]:
+    def in_stream(self, waits: bool = False) -> AbstractContextManager[None]:
         """Within it, a device's stream waits for collectives, instead of this process.
 
-        Its end raises a `GroupBroken` if they are of no use, since a rank was lost; before that,
-        something that depends on them is to be fetched from the device.
+        Its end raises a `GroupBroken` if they are of no use, since a rank was lost; unless it
+        `waits` for them, something that depends on them is to be fetched from the device before.
         """
         return nullcontext()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import TypeVar
 
@@ -120,6 +121,8 @@ class Placement:
         is_split: whether each rank has only a part of the model.
         are_staged: whether a replica has several stages.
         are_coupled: whether ranks wait for one another within a step, not only at its end.
+        can_wake: whether a rank that fails can wake those that wait for it within a step: not out
+            of a collective in a device's queue. Where it cannot, its end has to.
         step: number of the step that is computed, for faults.
     """
 
@@ -143,7 +146,8 @@ class Placement:
         self.in_slices = config.shards_parameters
         self.is_split, self.are_staged = self._num_columns > 1, self._pp > 1
         self.are_coupled = self.is_split or self._in_rounds
-        is_cpu = runtime.is_on_cpu
+        is_cpu = self._is_cpu = runtime.is_on_cpu
+        self.can_wake = is_cpu and runtime.transport.can_regroup
         self._shares_memory = config.exchange != "messages" and is_cpu
         # Reductions in rounds have no nodes of ranks, and compressed gradients have other sums.
         self._sums_by_host = (
@@ -304,6 +308,10 @@ class Placement:
             waiting.append(self.storage)
         for transport in {id(t): t for t in waiting}.values():
             transport.give_up()
+
+    def in_stream(self, waits: bool = False) -> AbstractContextManager[None]:
+        """`Transport.in_stream` of all ranks, where they compute on devices."""
+        return nullcontext() if self._is_cpu else self.world.in_stream(waits)
 
     def together(self, compute: Callable[[], T]) -> T:
         """The result of what the ranks of a replica compute together.

@@ -232,18 +232,7 @@ def shared_texts(
     transport: Transport, error: Exception | SystemExit | None, text: str
 ) -> tuple[LockstepError | None, list[str]]:
     """As `shared_error`, with a text of each rank, by rank; a collective."""
-    mine: list[str] = []
-    if isinstance(error, GroupBroken):
-        mine = [GroupBroken.__name__, str(error)]
-    elif isinstance(error, LockstepError):
-        mine = [type(error).__name__, str(error)]
-    elif error is not None and is_out_of_memory(error):
-        mine = [EnvironError.__name__, out_of_memory(transport.rank, error)]
-        _release(error)
-    elif error is not None:
-        trace = shortened("".join(traceback.format_exception(error)).rstrip())
-        mine = [TaskFailure.__name__, f"rank {transport.rank} raised an exception\n{trace}"]
-        _release(error)
+    mine = [] if error is None else _kind_and_text(transport.rank, error)
     everyone = transport.gather_json([mine, text])
     errors_of_ranks = [e for e, _ in everyone if e]
     # The error of a rank that has failed explains those of the ranks that waited for it.
@@ -251,6 +240,27 @@ def shared_texts(
     if errors_of_ranks and first is None:
         raise GroupBroken(errors_of_ranks[0][1])
     return _error(*first) if first else None, [theirs for _, theirs in everyone]
+
+
+def own_failure(transport: Transport, error: Raised) -> GroupBroken | LockstepError:
+    """What to raise for an error on this rank alone, where the others cannot learn of it."""
+    if isinstance(error, (GroupBroken, LockstepError)):
+        return error
+    kind, text = _kind_and_text(transport.rank, error)
+    return EnvironError(text) if kind == EnvironError.__name__ else TaskFailure(text)
+
+
+def _kind_and_text(rank: int, error: Raised) -> list[str]:
+    if isinstance(error, (GroupBroken, LockstepError)):
+        return [type(error).__name__, str(error)]
+    kind, text = EnvironError.__name__, ""
+    if is_out_of_memory(error):
+        text = out_of_memory(rank, error)
+    else:
+        trace = shortened("".join(traceback.format_exception(error)).rstrip())
+        kind, text = TaskFailure.__name__, f"rank {rank} raised an exception\n{trace}"
+    _release(error)
+    return [kind, text]
 
 
 def out_of_memory(rank: int, error: BaseException) -> str:

@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lockstep.comm.ahead import moved
 from lockstep.comm.transport import LocalTransport, Sending, Transport
 from lockstep.errors import TaskError
 from lockstep.parallel.layout import Range, leaves, merges, split
@@ -34,6 +35,8 @@ Moment = Literal["send", "receive"]
 
 _HEADER = 32
 """Numbers of a tensor's header: dtype, whether it has a gradient, number of dims, dims."""
+_FEW = 7
+"""Tensors whose headers come with the first message: this process waits for each such message."""
 
 TIED = -1
 """`about` of messages that belong to no pass of a stage."""
@@ -139,10 +142,10 @@ class DepthAxis:
             TaskError: a tensor is one that cannot be sent, see `check_sendable`.
         """
         self._at("send")
-        header = torch.zeros(1 + len(tensors), _HEADER, dtype=torch.int64)
+        header = torch.zeros(1 + max(len(tensors), _FEW), _HEADER, dtype=torch.int64)
         header[0, :2] = torch.tensor([len(tensors), about])
         payloads = []
-        for row, tensor in zip(header[1:], tensors, strict=True):
+        for row, tensor in zip(header[1:], tensors, strict=False):
             if tensor is None:
                 row[0] = -1
                 continue
@@ -151,10 +154,10 @@ class DepthAxis:
             values += tensor.shape
             row[: len(values)] = torch.tensor(values)
             payloads.append(_bytes(tensor.detach().contiguous()))
-        for message in (header[0], header[1:].reshape(-1), *payloads):
+        first, rest = header[: 1 + _FEW].reshape(-1), header[1 + _FEW :].reshape(-1)
+        for message in (first, rest, *payloads):
             if message.numel():
-                there = message.to(self._device)
-                self._pending.append(self._transport.send(there, rank))
+                self._pending.append(self._transport.send(moved(message, self._device), rank))
 
     def receive(self, rank: int, about: int) -> list[Tensor | None]:
         """The next tensors about something that a rank has sent, as leaves of this rank's graph."""
@@ -169,10 +172,11 @@ class DepthAxis:
 
     def _next(self, rank: int) -> tuple[int, list[Tensor | None]]:
         """What the next message of a rank is about, and its tensors."""
-        count, about = self._received((_HEADER,), torch.int64, rank)[:2].tolist()
-        rows = self._received((count * _HEADER,), torch.int64, rank) if count else torch.empty(0)
+        (count, about, *_), *rows = self._headers(1 + _FEW, rank)
+        if count > _FEW:
+            rows += self._headers(count - _FEW, rank)
         tensors: list[Tensor | None] = []
-        for row in rows.view(-1, _HEADER).tolist():
+        for row in rows[:count]:
             if row[0] < 0:
                 tensors.append(None)
                 continue
@@ -187,6 +191,15 @@ class DepthAxis:
             message.wait()
         # Only now: after an error, pending messages may still be read from their memory.
         self._pending.clear()
+
+    def _headers(self, num: int, rank: int) -> list[list[int]]:
+        """Rows of numbers from a rank, which are of use as long as no rank is lost."""
+        rows = self._received((num, _HEADER), torch.int64, rank)
+        if rows.is_cpu:
+            return list(rows.tolist())
+        with self._transport.in_stream():
+            self._transport.observer.wait()
+            return list(rows.tolist())
 
     def _received(self, shape: Sequence[int], dtype: torch.dtype, rank: int) -> Tensor:
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self._device)

@@ -14,11 +14,12 @@ from lockstep.engine.carry import (
     Carry,
     check_carry,
     check_named,
+    exchanged,
     from_named,
     pack,
     unpack,
 )
-from lockstep.engine.carry.distributed_carries import exchanged, scattered_carries
+from lockstep.engine.carry.distributed_carries import scattered_carries
 from lockstep.engine.checkpoint.share import gathered
 from lockstep.errors import TaskError
 

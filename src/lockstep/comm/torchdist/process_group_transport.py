@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from lockstep.comm.ahead import FEW_RANKS, AheadTransport
+from lockstep.comm.ahead import FEW_RANKS, AheadTransport, moved
 from lockstep.comm.calls import CallGroup
 from lockstep.comm.torchdist.store import check_interfaces, meet_at
 from lockstep.comm.transport import (
@@ -23,10 +24,12 @@ from lockstep.comm.transport import (
     count_broadcast,
     offsets,
 )
-from lockstep.errors import EnvironError, alone
+from lockstep.errors import EnvironError, LockstepError, alone
 
 _NUM_TAGS = 1 << 20
 """Of what `start` begins; messages of `send` have another one, 0."""
+_SHORT = 2048
+"""Bytes of a value as JSON, with its length, that go round a device's group at once."""
 _TRADED = _NUM_TAGS + 1
 """Tag of the messages of all-gathers."""
 
@@ -182,8 +185,26 @@ class GroupTransport(AheadTransport):
     def gather_host(self, own: Tensor, counts: Sequence[int]) -> Tensor:
         """See `Transport.gather_host`; staged where the backend moves device memory only."""
         out = torch.empty(sum(counts), dtype=own.dtype, device=self.device)
-        self.all_gather(own.to(self.device), out, counts)
+        self.all_gather(moved(own, self.device), out, counts)
         return out.cpu()
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """See `Transport.gather_json`; short values come from a device by one message."""
+        if self.device.type == "cpu":
+            return super().gather_json(value)
+        text = json.dumps(value).encode()
+        first = torch.zeros(_SHORT, dtype=torch.uint8)
+        first[:8] = torch.tensor([len(text)]).view(torch.uint8)
+        head = torch.frombuffer(bytearray(text[: _SHORT - 8]), dtype=torch.uint8)
+        first[8 : 8 + len(head)] = head
+        rows = self.gather_host(first, [_SHORT] * self.size).view(self.size, _SHORT)
+        lengths = [int(row[:8].view(torch.int64)) for row in rows]
+        if max(lengths) > _SHORT - 8:
+            return super().gather_json(value)
+        return [
+            json.loads(row[8 : 8 + length].numpy().tobytes())
+            for row, length in zip(rows, lengths, strict=True)
+        ]
 
     def share_memory(self) -> None:
         """See `Transport.share_memory`."""
@@ -191,19 +212,22 @@ class GroupTransport(AheadTransport):
             super().share_memory()
 
     @contextmanager
-    def in_stream(self) -> Iterator[None]:
+    def in_stream(self, waits: bool = False) -> Iterator[None]:
         """See `Transport.in_stream`; tensors lie on a device."""
-        self._is_in_stream = True
+        before, self._is_in_stream = self._is_in_stream, True
         try:
             yield
+            if waits:
+                self.observer.wait()
+                torch.accelerator.current_stream(self.device).synchronize()
             self._look()
         except Exception as error:
             # What a collective that was aborted leaves may make no sense to who reads it.
-            if isinstance(error, GroupBroken) or not self.is_damaged():
+            if isinstance(error, (GroupBroken, LockstepError)) or not self.is_damaged():
                 raise
             raise GroupBroken(str(error)) from error
         finally:
-            self._is_in_stream = False
+            self._is_in_stream = before
             self.observer.go()
 
     def _finish(self, work: Any, is_message: bool = False) -> None:

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.comm.ahead import moved
+from lockstep.comm.transport import Transport, offsets
 from lockstep.engine.digests import tensors_digest
 from lockstep.engine.optimizer.optimizer_state import DTYPES, dtype_name, is_savable
 from lockstep.errors import TaskError
@@ -87,13 +89,17 @@ class Carries:
     Until then the step can be given up, and repeated from the committed ones.
 
     Attributes:
-        committed: what microbatches carry into the present step.
         pending: what they carry to the next one, as far as it is computed.
     """
 
     def __init__(self) -> None:
-        self.committed: dict[int, Carry | None] = {}
+        self._committed: dict[int, Carry | None] = {}
         self.pending: dict[int, Carry | None] = {}
+
+    @property
+    def committed(self) -> Mapping[int, Carry | None]:
+        """What microbatches carry into the present step."""
+        return self._committed
 
     def begin(self) -> None:
         """Forget what another step, or another try of this one, has computed."""
@@ -101,7 +107,7 @@ class Carries:
 
     def of(self, microbatch: int) -> Carry | None:
         """What a microbatch carries from the step before; None if it has nothing yet."""
-        return self.committed.get(microbatch)
+        return self._committed.get(microbatch)
 
     def make(self, microbatch: int, carry: Carry | None) -> None:
         """Note what a microbatch carries to the next step."""
@@ -109,15 +115,15 @@ class Carries:
 
     def commit(self) -> None:
         """Go on from what this step has computed."""
-        self.committed |= self.pending
+        self._committed |= self.pending
 
     def skip(self) -> None:
         """Go on from the committed carries after a step that changes nothing."""
-        self.committed = dict.fromkeys(self.pending) | self.committed
+        self._committed = dict.fromkeys(self.pending) | self._committed
 
     def replace(self, carries: CarryByNumber) -> None:
         """Commit these and no others."""
-        self.committed = dict(carries)
+        self._committed = dict(carries)
         self.begin()
 
     def digests(self) -> dict[str, str]:
@@ -148,12 +154,14 @@ def pack(carries: CarryByNumber, device: torch.device) -> Tensor:
         carries: carries.
         device: device of the tensor.
     """
-    text = torch.from_numpy(np.frombuffer(_index(carries), dtype=np.uint8).copy())
-    pieces = [text, *map(_bytes, _tensors(carries))]
+    text, pieces = _index(carries), [*map(_bytes, _tensors(carries))]
     sizes = [_words(len(piece)) for piece in pieces]
-    packed = torch.zeros(1 + sum(sizes), dtype=torch.int64, device=device)
-    packed[0] = len(text)
-    first = 1
+    head = np.zeros(1 + _words(len(text)), dtype=np.int64)
+    head[0] = len(text)
+    head[1:].view(np.uint8)[: len(text)] = np.frombuffer(text, dtype=np.uint8)
+    packed = torch.zeros(len(head) + sum(sizes), dtype=torch.int64, device=device)
+    packed[: len(head)] = moved(torch.from_numpy(head), device)
+    first = len(head)
     for piece, size in zip(pieces, sizes, strict=True):
         packed[first : first + size].view(torch.uint8)[: len(piece)] = piece
         first += size
@@ -179,6 +187,46 @@ def unpack(packed: Tensor) -> dict[int, Carry | None]:
             first += _words(num_bytes)
         carries[number] = Carry(structure, tensors)
     return carries
+
+
+def exchanged(
+    transport: Transport, carries: CarryByNumber, wanted: Collection[int], device: torch.device
+) -> tuple[dict[int, Carry | None], list[int]]:
+    """Bring carries to the ranks that need them, from those that have them; a collective.
+
+    Args:
+        transport: the group of ranks.
+        carries: the carries of this rank.
+        wanted: numbers of those that this rank needs.
+        device: device that they are on.
+
+    Returns:
+        Those that this rank needs, and the numbers of those that some rank needs and none has, the
+        same on all ranks.
+
+    Raises:
+        GroupBroken: a rank was lost.
+    """
+    everyone = transport.gather_json([sorted(carries), sorted(wanted)])
+    source: dict[int, int] = {}
+    for rank, (there, _) in enumerate(everyone):
+        for number in there:
+            source.setdefault(number, rank)
+    lost = sorted({n for _, numbers in everyone for n in numbers if n not in source})
+    rank = transport.rank
+    missing = [set(numbers) - set(there) for there, numbers in everyone]
+    packages = [
+        pack({n: c for n, c in carries.items() if n in numbers and source[n] == rank}, device)
+        for numbers in missing
+    ]
+    lengths = transport.gather_json([len(package) for package in packages])
+    sent, counts = lengths[rank], [theirs[rank] for theirs in lengths]
+    received = torch.empty(sum(counts), dtype=torch.int64, device=device)
+    transport.all_to_all(torch.cat(packages), sent, offsets(sent), received, counts)
+    arrived = {number: carries[number] for number in wanted if number in carries}
+    for first, count in zip(offsets(counts), counts, strict=True):
+        arrived |= unpack(received[first : first + count])
+    return arrived, lost
 
 
 def indexed(carries: CarryByNumber) -> list[list[Any]]:

@@ -10,19 +10,20 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.comm.transport import Transport, offsets
+from lockstep.comm.transport import Transport
 from lockstep.config import TrainConfig
 from lockstep.data.random import Stream, random_key
 from lockstep.engine.carry import (
     Carries,
     Carry,
     CarryByNumber,
+    exchanged,
     from_named,
     indexed,
     num_words,
@@ -88,6 +89,40 @@ class DistributedCarries(Carries):
         self._runtime = runtime
         self._config = config
         self._placement = placement
+        # Copies of the rank before, packed: nobody waits for a device to see what is in them.
+        self._arrived: Tensor | None = None
+        self._copies: Tensor | None = None
+
+    @property
+    def committed(self) -> Mapping[int, Carry | None]:
+        """See `Carries.committed`; with the copies of those of the rank before this one."""
+        if self._copies is not None:
+            self._committed |= unpack(self._copies)
+            self._copies = None
+        return self._committed
+
+    def begin(self) -> None:
+        """See `Carries.begin`."""
+        super().begin()
+        self._arrived = None
+
+    def commit(self) -> None:
+        """See `Carries.commit`."""
+        super().commit()
+        if self._arrived is not None:
+            self._copies, self._arrived = self._arrived, None
+
+    def skip(self) -> None:
+        """See `Carries.skip`."""
+        if self._arrived is not None:
+            self.pending |= unpack(self._arrived)
+        self._committed = dict(self.committed)
+        super().skip()
+
+    def replace(self, carries: CarryByNumber) -> None:
+        """See `Carries.replace`."""
+        super().replace(carries)
+        self._copies = None
 
     @property
     def are_copied(self) -> bool:
@@ -125,8 +160,9 @@ class DistributedCarries(Carries):
         sent[(rank + 1) % size], counts[rank - 1] = lengths[rank], lengths[rank - 1]
         received = torch.empty(lengths[rank - 1], dtype=torch.int64, device=self._runtime.device)
         packed = pack(self._own_pending, self._runtime.device)
-        world.all_to_all(packed, sent, [0] * size, received, counts)
-        self.pending |= unpack(received)
+        with self._placement.in_stream(waits=True):
+            world.all_to_all(packed, sent, [0] * size, received, counts)
+        self._arrived = received
         world.agree()
         self._runtime.at("copied", step)
 
@@ -140,7 +176,7 @@ class DistributedCarries(Carries):
             for number in self._shared:
                 # A rank that follows others without the sums lacks them, and gets them later.
                 if number not in self.pending:
-                    self.committed.pop(number, None)
+                    self._committed.pop(number, None)
             self.commit()
         else:
             self.skip()
@@ -349,43 +385,3 @@ def scattered_carries(
                 tensor = own.tensors[name] if own is not None else None
                 tensors[f"{number}/{name}"] = Held(kind, rank, tensor)
     return tensors, {number: structures[number] for number in sorted(structures, key=int)}
-
-
-def exchanged(
-    transport: Transport, carries: CarryByNumber, wanted: Collection[int], device: torch.device
-) -> tuple[dict[int, Carry | None], list[int]]:
-    """Bring carries to the ranks that need them, from those that have them; a collective.
-
-    Args:
-        transport: the group of ranks.
-        carries: the carries of this rank.
-        wanted: numbers of those that this rank needs.
-        device: device that they are on.
-
-    Returns:
-        Those that this rank needs, and the numbers of those that some rank needs and none has, the
-        same on all ranks.
-
-    Raises:
-        GroupBroken: a rank was lost.
-    """
-    everyone = transport.gather_json([sorted(carries), sorted(wanted)])
-    source: dict[int, int] = {}
-    for rank, (there, _) in enumerate(everyone):
-        for number in there:
-            source.setdefault(number, rank)
-    lost = sorted({n for _, numbers in everyone for n in numbers if n not in source})
-    rank = transport.rank
-    missing = [set(numbers) - set(there) for there, numbers in everyone]
-    packages = [
-        pack({n: c for n, c in carries.items() if n in numbers and source[n] == rank}, device)
-        for numbers in missing
-    ]
-    lengths = transport.gather_json([len(package) for package in packages])
-    sent, counts = lengths[rank], [theirs[rank] for theirs in lengths]
-    received = torch.empty(sum(counts), dtype=torch.int64, device=device)
-    transport.all_to_all(torch.cat(packages), sent, offsets(sent), received, counts)
-    arrived = {number: carries[number] for number in wanted if number in carries}
-    for first, count in zip(offsets(counts), counts, strict=True):
-        arrived |= unpack(received[first : first + count])
-    return arrived, lost

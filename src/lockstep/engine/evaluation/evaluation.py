@@ -101,7 +101,7 @@ class Evaluation:
         if placement is not None:
             together = partial(placement.together, compute_leaves)
         with eval_mode(model):
-            if placement is not None and placement.are_coupled and not transport.can_regroup:
+            if placement is not None and placement.are_coupled and not placement.can_wake:
                 leaves = together()  # others may wait for this rank, and only its end wakes them
             else:
                 leaves = everywhere(transport, together)

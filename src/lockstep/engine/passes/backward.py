@@ -20,7 +20,7 @@ from torch.overrides import has_torch_function
 
 from lockstep.engine.passes.block_storage import BlockStorage
 from lockstep.engine.passes.buffers import ForwardState, same_bits
-from lockstep.engine.passes.compute import copied
+from lockstep.engine.passes.compute import numbers_on, stacked
 from lockstep.engine.passes.stages import PartialLeaves, StagePart
 from lockstep.engine.task import Loss, Number
 from lockstep.nn.row import row_of
@@ -108,7 +108,7 @@ class Forwarded:
         inputs: tensors that the stage before has sent, if there is one.
         outputs: tensors that the next stage goes on with, if there is one.
         deltas: changes of buffers.
-        fetch: gives scalars and counters.
+        numbers: scalars and counters; on a device float64 [numbers].
         num_scalars: number of scalars.
         weight: weight of the changes of buffers; None for that of the loss.
         is_scaled: whether the loss has the loss scale already.
@@ -118,39 +118,56 @@ class Forwarded:
     inputs: list[Tensor]
     outputs: tuple[Tensor, ...]
     deltas: list[Tensor]
-    fetch: Callable[[], list[float]]
+    numbers: list[float] | Tensor
     num_scalars: int
-    weight: float | None = None
+    weight: float | Tensor | None = None
     is_scaled: bool = False
 
-    def take(self, loss: Tensor | None, scalars: list[float], weight: float) -> None:
+    def take(
+        self, loss: Tensor | None, scalars: list[float] | Tensor, weight: float | Tensor
+    ) -> None:
         """Take what was computed after the forward pass, over the whole batch.
 
         Args:
             loss: scalar whose backward pass is that of the microbatch, with the loss scale; None if
                 it has none.
-            scalars: what the leaf has for scalars.
+            scalars: what the leaf has for scalars; a list is one of zeros on a device.
             weight: weight of its changes of buffers.
         """
-        fetch = self.fetch
         self.loss, self.weight, self.is_scaled = loss, weight, True
-        self.fetch = lambda: [*scalars, *fetch()[self.num_scalars :]]
+        counters = self.numbers[self.num_scalars :]
+        if isinstance(counters, Tensor):
+            # Values of the host are zeros, for which nobody waits.
+            own = scalars if isinstance(scalars, Tensor) else counters.new_zeros(len(scalars))
+            self.numbers = torch.cat([own, counters])
+        else:
+            self.numbers = [*scalars, *counters]
 
 
 class Leaf(NamedTuple):
-    """What a microbatch adds to the sums of a step, on its device."""
+    """What a microbatch adds to the sums of a step."""
 
     tensors: list[Tensor | None]
     """Gradients, None where there is none, and changes of buffers."""
-    numbers: Tensor
-    """Scalars and then counters: float64 [num_scalars + num_counters]."""
+    numbers: list[float] | Tensor
+    """Scalars and then counters; on a device float64 [num_scalars + num_counters]."""
 
     def is_same(self, other: Leaf) -> bool:
         """Whether both are equal to the bit."""
-        return same_bits(self.numbers, other.numbers) and all(
+        numbers = torch.as_tensor(self.numbers), torch.as_tensor(other.numbers)
+        return same_bits(*numbers) and all(
             one is two if one is None or two is None else same_bits(one, two)
             for one, two in zip(self.tensors, other.tensors, strict=True)
         )
+
+
+def _weigh(deltas: list[Tensor], weight: float | Tensor) -> None:
+    """Weight changes of buffers like the loss: divided by the sum of weights, they are a mean."""
+    if isinstance(weight, Tensor):
+        for delta in deltas:
+            delta.mul_(weight.to(delta.dtype))
+    elif deltas:
+        torch._foreach_mul_(deltas, weight)
 
 
 class Backward:
@@ -162,8 +179,9 @@ class Backward:
         parameters: list[Tensor],
         state: ForwardState,
         storage: BlockStorage | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        self._storage = storage
+        self._storage, self._device = storage, device or torch.device("cpu")
         self._row = row_of(model)
         self._parameters = parameters
         self._state = state
@@ -195,14 +213,14 @@ class Backward:
         """
         # Before the backward pass, since recomputed activations run forward passes again.
         deltas, counters = self._state.collect()
-        fetch = copied([*scalars, *counters])
+        numbers = numbers_on(self._device, [*scalars, *counters])
         inputs: list[Tensor] = []
         if self._axis is not None and self._row is not None:
             inputs, self._row.inputs = self._row.inputs, []
             if not self._axis.is_last:
                 self._axis.send_outputs(outputs)
         total = loss.sum if loss is not None else None
-        return Forwarded(total, inputs, outputs, deltas, fetch, len(scalars))
+        return Forwarded(total, inputs, outputs, deltas, numbers, len(scalars))
 
     def leaf(
         self,
@@ -210,10 +228,8 @@ class Backward:
         passed: Forwarded,
         loss_scale: float,
         inputs: Sequence[Tensor] | None = None,
-    ) -> tuple[list[Tensor | None], list[float], list[float]] | None:
-        """Gradients and changes of buffers of a microbatch, its scalars, and its counters.
-
-        None if other stages of this rank are still to come.
+    ) -> Leaf | None:
+        """The leaf of a microbatch; None if other stages of this rank are still to come.
 
         Args:
             microbatch: number of the microbatch.
@@ -221,8 +237,8 @@ class Backward:
             loss_scale: factor of the loss in the backward pass, 1 for none.
             inputs: parameters that get gradients, also such as other ranks hold; all by default.
         """
-        weight = passed.weight
         axis = self._axis
+        weight = passed.numbers[1] if passed.weight is None else passed.weight
         targets = self._targets(inputs, passed)
         if self._storage is not None:
             self._storage.begin_backward()
@@ -232,15 +248,12 @@ class Backward:
         elif axis is not None:
             weight = self._backward_from_next(passed.outputs, targets)
         if axis is not None and not axis.is_first:
-            self._send_back(passed.inputs, passed.fetch()[1] if weight is None else weight)
+            self._send_back(passed.inputs, weight)
         if self._storage is not None:
             self._storage.end_backward()
-        numbers, count = passed.fetch(), passed.num_scalars
-        if passed.deltas:
-            # Weighted like the loss: divided by the sum of weights, they are a weighted mean.
-            torch._foreach_mul_(passed.deltas, numbers[1] if weight is None else weight)
+        _weigh(passed.deltas, weight)
         stage = 0 if axis is None else axis.stage
-        part = StagePart(stage, passed.deltas, numbers[:count], numbers[count:])
+        part = StagePart(stage, passed.deltas, passed.numbers, passed.num_scalars)
         if axis is not None and len(axis.own_stages) > 1:
             if stage > axis.own_stages[0]:
                 self._partial_leaves().keep(microbatch, part)
@@ -252,10 +265,10 @@ class Backward:
             self._row.ties.collect(self._row.axis)
         gradients = [p.grad for p in self._parameters]
         self._clear()
-        return [*gradients, *part.deltas], part.scalars, part.counters
+        return Leaf([*gradients, *part.deltas], part.numbers)
 
     def on_device(self, total: Tensor, scalars: list[Number], loss_scale: float) -> Leaf:
-        """As `forwarded` and `leaf`, of a model in one stage; waits for nothing.
+        """As `forwarded` and `leaf`, of a model in one stage.
 
         Args:
             total: sum of the loss.
@@ -263,17 +276,9 @@ class Backward:
             loss_scale: factor of the loss in the backward pass, 1 for none.
         """
         deltas, counters = self._state.collect()
-        device = total.device
-        values = [
-            v.detach().double()
-            if isinstance(v, Tensor) and v.device == device
-            else torch.full((), float(v), dtype=torch.float64, device=device)
-            for v in (*scalars, *counters)
-        ]
-        numbers = torch.stack(values)
+        numbers = stacked(total.device, [*scalars, *counters])
         backward(total if loss_scale == 1.0 else total * loss_scale)
-        for delta in deltas:
-            delta.mul_(numbers[1].to(delta.dtype))
+        _weigh(deltas, numbers[1])
         gradients = [p.grad for p in self._parameters]
         self._clear()
         return Leaf([*gradients, *deltas], numbers)
@@ -302,7 +307,7 @@ class Backward:
 
     def _backward_from_next(
         self, outputs: tuple[Tensor, ...], targets: Sequence[Tensor] | None
-    ) -> float:
+    ) -> float | Tensor:
         """The backward pass of a stage that is not the last; returns the weight of the loss."""
         assert self._axis is not None
         *gradients, weight = self._axis.receive_gradients()
@@ -310,13 +315,13 @@ class Backward:
         if pairs:
             backward_from([o for o, _ in pairs], [g for _, g in pairs], targets)
         assert weight is not None
-        return float(weight)
+        return float(weight) if weight.is_cpu else weight
 
-    def _send_back(self, inputs: Sequence[Tensor], weight: float) -> None:
+    def _send_back(self, inputs: Sequence[Tensor], weight: float | Tensor) -> None:
         """Send the gradients of what the stage before has sent, and the weight of the loss."""
         assert self._axis is not None
         gradients = [tensor.grad for tensor in inputs]
-        there = torch.tensor(weight, dtype=torch.float64)
+        there = torch.as_tensor(weight, dtype=torch.float64)
         self._axis.send_gradients([*gradients, there])
 
     def restart(self) -> None:

@@ -359,6 +359,21 @@ class Compute:
         return values
 
 
+def numbers_on(device: torch.device, values: Sequence[Number]) -> list[float] | Tensor:
+    """Numbers as they are now; if this rank computes on a device, there: float64 [numbers]."""
+    return copied(values)() if device.type == "cpu" else stacked(device, values)
+
+
+def stacked(device: torch.device, values: Sequence[Number]) -> Tensor:
+    """Numbers as they are now, on a device: float64 [numbers]."""
+    return torch.stack([
+        v.detach().double()
+        if isinstance(v, Tensor) and v.device == device
+        else torch.full((), float(v), dtype=torch.float64, device=device)
+        for v in values
+    ])  # fmt: skip
+
+
 def copied(values: Sequence[Number]) -> Callable[[], list[float]]:
     """Copy numbers as they are now; what is returned gives them.
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import struct
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,16 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm.ahead import moved
 from lockstep.config import TrainConfig
 from lockstep.engine.audit.pass_state import ForeseenSaves
 from lockstep.engine.carry.distributed_carries import DistributedCarries
 from lockstep.engine.faults import FaultsInside
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.passes.backward import Backward, Forwarded, Leaf
-from lockstep.engine.passes.batch_loss import BatchLoss
+from lockstep.engine.passes.batch_loss import BatchLoss, digest
 from lockstep.engine.passes.block_storage import BlockStorage
 from lockstep.engine.passes.buffers import ForwardState, same_bits
-from lockstep.engine.passes.compute import Compute, copied
+from lockstep.engine.passes.compute import Compute, numbers_on
 from lockstep.engine.passes.graphs import whole_passes
 from lockstep.engine.passes.loss_checks import late_gradient
 from lockstep.engine.passes.precision import NOTHING, LossScale
@@ -97,7 +96,7 @@ class Passes:
 
     Attributes:
         num_scalars: number of a leaf's scalars: sum and weight of the loss and of each metric.
-        loss_digest: digest of the step's loss over the whole batch; 0 if it is no such one.
+        loss_digest: `batch_loss.digest` of the step's; 0 if it has no such loss.
         counters: what the microbatches of the step have made of each counter; -inf if none has.
         is_again: whether the step is done again, to be compared.
         leaves_numbers: whether nothing is fetched from the device before the sums.
@@ -127,7 +126,8 @@ class Passes:
     def use(self, flat: FlatTensors) -> None:
         """Make gradients of these parameters from now on."""
         self._flat = flat
-        self._backward = Backward(self._model, list(flat.tensors), self._state, self._storage)
+        parameters, device = list(flat.tensors), self._runtime.device
+        self._backward = Backward(self._model, parameters, self._state, self._storage, device)
         self._num_tensors = len(flat.tensors) + len(self._state.flat.tensors)
         self._whole = whole_passes(self._parts, self._backward)
         self.leaves_numbers = self._whole is not None
@@ -139,7 +139,7 @@ class Passes:
         self._inside.step = self._placement.step = step
         self._losses: dict[int, float] = {}
         self._there: dict[int, Tensor] = {}
-        self.loss_digest = 0
+        self.loss_digest: int | Tensor = 0
         self.counters = [-math.inf] * self._state.num_counters
         if self._whole is not None:
             self._whole.begin(step)
@@ -248,9 +248,10 @@ class Passes:
         gathered = gather(self._placement.data, self._runtime.device, batch_loss.names, rows, error)
         watch.communication_s += watch.lap()
         whole = self._compute.over_batch(batch_loss, step, gathered, self._loss_scale.value)
-        values = copied(self._compute.scalars(step, whole.loss))()
-        self.loss_digest = zlib.crc32(struct.pack(f"{len(values)}d", *values))
+        values = numbers_on(self._runtime.device, self._compute.scalars(step, whole.loss))
+        self.loss_digest = digest(values)
         weight = values[1]
+        nothing = [0.0] * len(values)
         for microbatch in numbers:
             one, passed = made.pop(microbatch), None
             if one is not None:
@@ -258,7 +259,7 @@ class Passes:
                 self._compute.enter_backward(step, microbatch)
                 passed.take(
                     whole.of(microbatch, one.rows.outputs),
-                    values if microbatch == whole.bearer else [0.0] * self.num_scalars,
+                    values if microbatch == whole.bearer else nothing,
                     weight * whole.share(microbatch),
                 )
             self._backward_pass(step, microbatch, passed, sums, completes=True)
@@ -355,8 +356,7 @@ class Passes:
     ) -> None:
         """The backward pass of a stage, and if it completes a leaf, that into the tree."""
         if isinstance(passed, Leaf):
-            sums.add(passed.tensors, passed.numbers[: self.num_scalars])
-            self._there[microbatch] = passed.numbers.clone()
+            self._add(microbatch, passed, sums)
             return
         if passed is None:
             if not completes:
@@ -366,8 +366,7 @@ class Passes:
                 self._storage.end_backward()
             # A leaf of zeros, really added: 0.0 turns -0.0 into 0.0, and the bits must not depend
             # on whether a rank has other leaves to add it to.
-            nothing = self._staged([0.0] * self.num_scalars)
-            sums.add([None] * self._num_tensors, nothing)
+            sums.add([None] * self._num_tensors, self._staged([0.0] * self.num_scalars))
             if self._tables is not None:
                 self._tables.add(microbatch)
             return
@@ -380,17 +379,22 @@ class Passes:
                 return
             if self._tables is not None:
                 self._tables.add(microbatch)
-            leaf, scalars, counted = made
-            self._losses[microbatch] = scalars[0]
-            sums.add(leaf, self._staged(scalars))
+            self._add(microbatch, made, sums)
         except LateGradientError as late:
             raise late_gradient(self._flat.entries[late.index].name, bool(early)) from None
-        self._count(counted)
 
-    def _count(self, counted: Sequence[float]) -> None:
+    def _add(self, microbatch: int, leaf: Leaf, sums: LeafSums) -> None:
+        """Add a leaf to the sums."""
+        tensors, numbers = leaf
+        if isinstance(numbers, Tensor):
+            sums.add(tensors, numbers[: self.num_scalars])
+            self._there[microbatch] = numbers.clone()  # the next replay of a graph overwrites it
+            return
+        self._losses[microbatch] = numbers[0]
+        sums.add(tensors, self._staged(numbers[: self.num_scalars]))
         # Every microbatch counts on from the same committed value, so the greatest is what one of
         # them has come to; a sum would depend on their number.
-        self.counters = [max(pair) for pair in zip(self.counters, counted, strict=True)]
+        self.counters = [*map(max, self.counters, numbers[self.num_scalars :])]
 
     def _end_pass(self, step: int, sums: LeafSums) -> None:
         self._watch.end_pass(waited_s(sums))
@@ -399,5 +403,5 @@ class Passes:
 
     def _staged(self, values: list[float]) -> Tensor:
         """A leaf's scalars as a tensor, whose memory the next leaf's take."""
-        self._numbers[:] = values
-        return self._scalars if self._is_on_host else self._scalars.to(self._runtime.device)
+        self._scalars.numpy()[:] = values
+        return self._scalars if self._is_on_host else moved(self._scalars, self._runtime.device)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -152,14 +153,15 @@ class StagePart(NamedTuple):
     Attributes:
         stage: number of the stage.
         deltas: changes of all buffers, of which those of its own blocks count.
-        scalars: sums of loss and metrics; zeros if the stage has no loss.
-        counters: what it has made of each counter.
+        numbers: sums of loss and metrics, zeros if the stage has no loss, and what it has made of
+            each counter; on a device float64 [numbers].
+        num_scalars: number of those that are no counters.
     """
 
     stage: int
     deltas: list[Tensor]
-    scalars: list[float]
-    counters: list[float]
+    numbers: list[float] | Tensor
+    num_scalars: int
 
 
 class PartialLeaves:
@@ -197,9 +199,16 @@ class PartialLeaves:
             by_stage.get(axis.stage_of(block), part.deltas)[number]
             for number, block in enumerate(self._blocks)
         ]
-        last = max(parts, key=lambda one: one.stage)
-        counters = [max(values) for values in zip(*(one.counters for one in parts), strict=True)]
-        return StagePart(part.stage, deltas, last.scalars, counters)
+        of_last, num = max(parts, key=lambda one: one.stage).numbers, part.num_scalars
+        every = [one.numbers for one in parts]
+        numbers: list[float] | Tensor
+        if isinstance(of_last, Tensor):
+            greatest = torch.stack([torch.as_tensor(one) for one in every]).amax(0)
+            numbers = torch.cat([of_last[:num], greatest[num:]])
+        else:
+            counters = zip(*(one[num:] for one in every), strict=True)
+            numbers = [*of_last[:num], *map(max, counters)]
+        return StagePart(part.stage, deltas, numbers, num)
 
     def forget(self) -> None:
         """Forget microbatches that were given up."""

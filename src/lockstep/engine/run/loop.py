@@ -314,11 +314,11 @@ class Trainer:
         """Prepare to repeat, once, a step in which the task's code has failed.
 
         Raises:
-            TaskFailure: it is not the first time.
+            TaskFailure: it is not the first time, or other ranks do not know of it.
         """
         state, step = self._state, self._state.progress.step
         # What a task does after a step may be half done, and cannot be undone.
-        if state.failed_step == step or self._hooks.has_failed:
+        if state.failed_step == step or self._hooks.has_failed or not failure.is_shared:
             raise failure
         state.failed_step = step
         self._runtime.emit(Warned(step=step, message=f"step {step} is done again: {failure}"))

@@ -20,8 +20,6 @@ from lockstep.engine.runtime import Raised, shared_error
 from lockstep.engine.step.workspace import Workspace
 from lockstep.engine.task_config import LengthReads
 from lockstep.engine.timing import Times
-from lockstep.parallel.compression.reduction import CompressedReduction
-from lockstep.parallel.reduction import OrderedReduction
 from lockstep.parallel.rounds import Rounds
 
 OUT_OF_TIME = "a rank has used up its processor time (ulimit -t)"
@@ -261,7 +259,7 @@ class StepSums:
             settings: digest of the optimizer's settings (`header`).
             order: digest of the order of samples (`header`).
         """
-        runtime = self._runtime
+        runtime, loss = self._runtime, self._passes.loss_digest
         times = self._watch.times(is_exact=is_reported)
         if is_reported and error is None and not self._placement.is_split:
             times = times._replace(grad_norm=workspace.own_norm() / self._loss_scale.value)
@@ -276,65 +274,82 @@ class StepSums:
             is_suspicious=is_suspicious,
             settings=settings,
             order=order,
-            loss=self._passes.loss_digest,
+            loss=0 if isinstance(loss, Tensor) else loss,
             stored=runtime.backlog.stored,
         )
-        headers, reduction = None, workspace.reduction
-        travels = runtime.transport.size > 1
-        if self._placement.are_coupled:
-            headers = self._headers(own)
+        if self._is_remote or self._passes.leaves_numbers:
+            headers = self._fetched(own, workspace)
+        else:
+            headers = self._summed(own, workspace)
             # No rank sums then, or a column without a failed rank would, and the others not.
-            if headers.has_failed:
+            if self._placement.are_coupled and headers.has_failed:
                 return headers
-            travels = False
-        if not isinstance(reduction, Rounds):  # these have summed by now
-            if headers is None and (self._is_remote or self._passes.leaves_numbers):
-                headers = self._fetched(own, workspace, reduction)
-            else:
-                if travels:
-                    _fill(reduction.header, own)
-                reduction.reduce()
-                if travels:
-                    # A copy: the next step's headers come into the same memory.
-                    headers = Headers(np.array(reduction.headers().numpy()))
-        if headers is None:
-            headers = Headers([own])
+            workspace.spread_scalars()
         self._note_asked(own, headers)
         runtime.backlog.keep_from(headers.stored)
-        workspace.spread_scalars()
         self._watch.communication_s += self._watch.lap()
         return headers
 
-    def _fetched(
-        self,
-        own: list[float],
-        workspace: Workspace,
-        reduction: OrderedReduction | CompressedReduction,
-    ) -> Headers:
-        """Sum on a device; everything that this process needs of it comes by one message."""
-        transport, counted = self._runtime.transport, self._passes.counted
-        if transport.size == 1:
+    def _summed(self, own: list[float], workspace: Workspace) -> Headers:
+        """Sum in host memory, unless a rank has failed for which others wait in a step."""
+        reduction, travels = workspace.reduction, self._runtime.transport.size > 1
+        headers = Headers([own])
+        if self._placement.are_coupled:
+            headers, travels = self._headers(own), False
+            if headers.has_failed:
+                return headers
+        if not isinstance(reduction, Rounds):  # these have summed by now
+            if travels:
+                _fill(reduction.header, own)
             reduction.reduce()
+            if travels:
+                # A copy: the next step's headers come into the same memory.
+                headers = Headers(np.array(reduction.headers().numpy()))
+        return headers
+
+    def _fetched(self, own: list[float], workspace: Workspace) -> Headers:
+        """Sum on a device; everything that this process needs of it comes by one message."""
+        transport, reduction = self._runtime.transport, workspace.reduction
+        counted, loss = self._passes.counted, self._passes.loss_digest
+        if transport.size == 1:
+            if not isinstance(reduction, Rounds):
+                reduction.reduce()
             fetched = workspace.fetch(reduction.total.scalars[:0] if counted is None else counted)
             if counted is not None:
                 own[_NUM_OWN:-_NUM_TIMES] = fetched.tolist()
             return Headers([own])
         if self._outgoing is None:
-            self._outgoing = host_memory(len(reduction.header), self._runtime.device)
+            self._outgoing = host_memory(len(own), self._runtime.device)
         _fill(self._outgoing, own)
-        reduction.header.copy_(self._outgoing, non_blocking=True)
+        header = self._outgoing.to(self._runtime.device, non_blocking=True)
         if counted is not None:
-            reduction.header[_NUM_OWN:-_NUM_TIMES] = counted
+            header[_NUM_OWN:-_NUM_TIMES] = counted
+        if isinstance(loss, Tensor):
+            header[_LOSS] = loss
         computed = torch.Event(self._runtime.device)
         computed.record()
         with transport.in_stream():
-            reduction.reduce()
+            everyone = self._sum_with(header, workspace)
             # The device goes on to the sums without this process, which only has to know for what
             # it waits: this rank's GPU, which may hang, or other ranks.
             computed.synchronize()
             self._watch.compute_s += self._watch.lap()
             transport.observer.wait()
-            return Headers(workspace.fetch(reduction.headers()))
+            return Headers(workspace.fetch(everyone))
+
+    def _sum_with(self, header: Tensor, workspace: Workspace) -> Tensor:
+        """Sum on a device; the headers of all ranks, [ranks, num_values]."""
+        reduction, world = workspace.reduction, self._placement.world
+        if isinstance(reduction, Rounds) or self._placement.are_coupled:
+            everyone = header.new_empty(world.size * len(header))
+            world.all_gather(header, everyone, [len(header)] * world.size)
+            if not isinstance(reduction, Rounds):
+                reduction.reduce()
+            workspace.spread_scalars()
+            return everyone.view(world.size, -1)
+        reduction.header.copy_(header)
+        reduction.reduce()
+        return reduction.headers()
 
     def _note_asked(self, own: Sequence[float], headers: Headers) -> None:
         """Know what code has asked for on any rank, also if that rank is lost afterwards."""
@@ -345,11 +360,11 @@ class StepSums:
     def _headers(self, own: list[float]) -> Headers:
         """The headers of all ranks, in a message of their own, which comes before the sums."""
         world = self._placement.world
-        values = torch.empty(len(own), dtype=torch.float64, device=self._runtime.device)
+        values = torch.empty(len(own), dtype=torch.float64)
         _fill(values, own)
         everyone = values.new_empty(world.size * len(values))
         world.all_gather(values, everyone, [len(values)] * world.size)
-        return Headers(everyone.view(world.size, -1).numpy(force=True))
+        return Headers(everyone.view(world.size, -1).numpy())
 
     def norm(self, step: int, weight: float, workspace: Workspace, flat: FlatTensors) -> float:
         """The norm of the mean gradient.
@@ -389,8 +404,5 @@ class StepSums:
 
 
 def _fill(tensor: Tensor, values: list[float]) -> None:
-    """Overwrite a tensor, float64 [len(values)]; several times faster than by `torch.tensor`."""
-    if tensor.is_cpu:
-        tensor.numpy()[:] = values
-    else:
-        tensor.copy_(torch.from_numpy(np.array(values)))
+    """Overwrite a tensor of host memory, several times faster than `torch.tensor` would."""
+    tensor.numpy()[:] = values

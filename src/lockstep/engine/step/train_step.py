@@ -8,6 +8,7 @@ all ranks have what they need to apply it: once one has applied it, all others c
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from lockstep.engine.passes.compute import Compute
 from lockstep.engine.passes.passes import Passes, StepParts
 from lockstep.engine.passes.precision import LossScale
 from lockstep.engine.placement import Placement
-from lockstep.engine.runtime import Raised, Runtime
+from lockstep.engine.runtime import Raised, Runtime, own_failure
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.step.apply import Apply, Reevaluation
 from lockstep.engine.step.model import Optimization, SlicedParameters, StepChecks, TrainedModel
@@ -108,9 +109,6 @@ class TrainStep:
             runtime, config, model, compute, state, placement, self.loss_scale, self.watch,
             self.carries, self.tables, self._storage, task_state, checks.saves,
         )  # fmt: skip
-        # What carries and tables send, this process looks at before it goes on.
-        divided = placement.are_coupled or self.carries is not None or self.tables is not None
-        self._shares_in_stream = self.sharded and not runtime.is_on_cpu and not divided
         self._passes = Passes(parts, flat)
         self._sums = StepSums(parts, self._passes, length_reads(task_state.task.config))
         self.parameters = SlicedParameters(model, placement)
@@ -164,14 +162,15 @@ class TrainStep:
             closure = partial(self._again.run, step, self.workspace)
         if self.tables is not None:
             batches = self._passes.look_up(step, self.workspace.microbatches, batches)
-        error = self._compute(step, decays, batches)
+        with self.placement.in_stream():
+            error = self._compute(step, decays, batches)
+        if error is not None and self.placement.are_coupled and not self.placement.can_wake:
+            # Others wait for this rank inside the step, and only its end wakes them.
+            raise own_failure(self._runtime.transport, error)
         self._runtime.at("reduce", step)
         summed = self._sum(step, error)
-        if self._shares_in_stream:
-            with self._runtime.transport.in_stream():
-                self._share(step, summed)
-                norm = self._sums.norm(step, summed.scalars[1], self.workspace, self.flat)
-        else:
+        # What tables send, this process looks at before it goes on.
+        with self.placement.in_stream() if self.tables is None else nullcontext():
             self._share(step, summed)
             norm = self._sums.norm(step, summed.scalars[1], self.workspace, self.flat)
         self._runtime.at("optimizer", step)
@@ -179,7 +178,8 @@ class TrainStep:
         if self.sharded:
             self._runtime.at("gather", step)
             watch.compute_s += watch.lap()
-            self.workspace.gather_parameters()
+            with self.placement.in_stream(waits=True):
+                self.workspace.gather_parameters()
             self._runtime.at("gathered", step)
             watch.communication_s += watch.lap()
         # All ranks have the step now, so none has to follow another one.
@@ -216,9 +216,8 @@ class TrainStep:
             # Not raised here: the other ranks are about to enter the reduction, and would wait in
             # it for this one. The header carries the error, and all ranks raise the same one.
             self._audit.leave()
-            if self.placement.are_coupled and not self._runtime.transport.can_regroup:
-                raise  # others wait for this rank inside the step, and only its end wakes them
-            self.placement.give_up()  # wakes those that wait for this rank inside the step
+            if self.placement.can_wake:
+                self.placement.give_up()  # wakes those that wait for this rank inside the step
             return error
         return None
 

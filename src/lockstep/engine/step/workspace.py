@@ -260,9 +260,7 @@ class Workspace:
             also: these values, float64.
         """
         scalars, norms = self.reduction.total.scalars, list[Tensor]()
-        if self._placement.is_split:
-            return np.array(also.numpy(force=True))
-        if not self._sharded:
+        if not (self._sharded or self._placement.is_split):
             norms = [few(block_norms(blocks)).double() for blocks in self._blocks]
         values = torch.cat([also.flatten(), scalars, *norms]).numpy(force=True)
         num, rest = also.numel(), also.numel() + len(scalars)

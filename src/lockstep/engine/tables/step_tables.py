@@ -199,7 +199,7 @@ class Tables(TableStorage):
                 else:
                     self._placement.stage_order.skip_forward()
             except (Exception, SystemExit) as caught:
-                if self._placement.are_coupled and not self._runtime.transport.can_regroup:
+                if self._placement.are_coupled and not self._placement.can_wake:
                     raise  # others wait for this rank, and only its end wakes them
                 # Not raised here: the other ranks are about to fetch rows, and would wait.
                 error = caught
