@@ -114,8 +114,7 @@ class Passes:
         self.num_scalars = 2 + 2 * len(parts.compute.metrics)
         self._parts, self.is_again = parts, False
         self._scalars = torch.zeros(self.num_scalars, dtype=torch.float64)
-        self._numbers = self._scalars.numpy()
-        self._is_on_host = parts.runtime.is_on_cpu
+        self._numbers, self._is_on_host = self._scalars.numpy(), parts.runtime.is_on_cpu
         self.use(flat)
 
     @property
@@ -137,8 +136,7 @@ class Passes:
         # What an evaluation or a hook has left in `grad` would be added to the first leaf.
         self._backward.clear_gradients()
         self._inside.step = self._placement.step = step
-        self._losses: dict[int, float] = {}
-        self._there: dict[int, Tensor] = {}
+        self._losses, self._there = dict[int, float](), dict[int, Tensor]()
         self.loss_digest: int | Tensor = 0
         self.counters = [-math.inf] * self._state.num_counters
         if self._whole is not None:
@@ -403,5 +401,5 @@ class Passes:
 
     def _staged(self, values: list[float]) -> Tensor:
         """A leaf's scalars as a tensor, whose memory the next leaf's take."""
-        self._scalars.numpy()[:] = values
+        self._numbers[:] = values
         return self._scalars if self._is_on_host else moved(self._scalars, self._runtime.device)

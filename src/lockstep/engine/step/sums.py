@@ -378,9 +378,8 @@ class StepSums:
             norm = math.hypot(norm, self._tables.norm())
         norm *= 1.0 / (weight * self._loss_scale.value)
         if not math.isfinite(norm) and not self._loss_scale.enabled:
-            transport = self._runtime.transport
-            tables = self._tables.summed() if self._tables is not None else {}
-            raise non_finite_gradient(transport, step, flat, workspace.stepped, tables)
+            rows = {} if self._tables is None else self._tables.summed()
+            raise non_finite_gradient(self._runtime.transport, step, flat, workspace.stepped, rows)
         return norm
 
     def check(
@@ -395,11 +394,9 @@ class StepSums:
             raise failure
         # One check of the sum covers all microbatches: NaN and infinity do not cancel.
         if not math.isfinite(scalars[0]):
+            passes, transport = self._passes, self._runtime.transport
             is_divided = self._placement.is_split or self._placement.in_slices
-            losses = self._passes.losses
-            raise non_finite_loss(
-                self._runtime.transport, step, losses, is_divided, self._passes.is_over_batch
-            )
+            raise non_finite_loss(transport, step, passes.losses, is_divided, passes.is_over_batch)
         check_weight(scalars[1], step)
 
 
