@@ -178,7 +178,7 @@ class TrainStep:
         if self.sharded:
             self._runtime.at("gather", step)
             watch.compute_s += watch.lap()
-            with self.placement.in_stream(waits=True):
+            with self.placement.in_stream(waits=not self.placement.in_slices):
                 self.workspace.gather_parameters()
             self._runtime.at("gathered", step)
             watch.communication_s += watch.lap()
