@@ -159,8 +159,8 @@ def section(found: Mapping[str, Mapping[str, list[float]]]) -> Section:
         "states choose the step or the regularisation. The circuit is given the state itself, and "
         "its gradient is exact; the others see `<X>` and `<ZZ>` from as many shots, or fidelities "
         "with the training states from as many for each. The rule follows from the Kramers-Wannier "
-        "duality, which exchanges its two sides, couplings and fields, and the phases; it is one of 13 "
-        "that were tried on the same test states.",
+        "duality, which exchanges its two sides, couplings and fields, and the phases; it is one "
+        "of 13 that were tried on the same test states.",
         ("", *found),
         raw={"accuracy": {name: dict(models) for name, models in found.items()}},
     )

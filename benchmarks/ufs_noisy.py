@@ -220,8 +220,8 @@ def errors(found: list[dict[str, Any]]) -> Section:
         "RMSE of the concentration",
         "Climatology has the cell's training years, in the Antarctic too; persistence the month "
         "before; the others this month's ocean and atmosphere. Nothing can be expected to beat the "
-        "law: the mean of what is recorded, errors and clipping included, with a Gaussian for what is "
-        "unobserved. The emulator is the best of 60 epochs by validation; skill is by what part "
+        "law: the mean of what is recorded, errors and clipping included, with a Gaussian for what "
+        "is unobserved. The emulator is the best of 60 epochs by validation; skill is by what part "
         "its RMSE is lower. Smaller steps: 0.05, leaves of 40. The mean of regression and trees "
         "was chosen with a look at these test errors.",
         ("", *(text for place in PLACES.values() for text in (place, "skill, %"))),
