@@ -129,7 +129,7 @@ def test_ranks_that_survive_a_loss_go_on_in_the_middle_of_a_batch(lockstep, tmp_
 
 
 def test_parts_of_a_stream_are_read_by_the_ranks_of_their_microbatches(lockstep, tmp_path, few):
-    """A rank reads as much as it computes, beside the beginnings that are tried at the start."""
+    """A rank reads as much as it computes, a few steps twice, beside what is tried at the start."""
     (tmp_path / "reads").mkdir()
     keys = (*KEYS, "data.stream_shards=8", "steps=121", "stop_at_step=120", "balance_every=0")
     read = {"READS": tmp_path / "reads"}
@@ -137,7 +137,8 @@ def test_parts_of_a_stream_are_read_by_the_ranks_of_their_microbatches(lockstep,
     assert done.returncode == 0, done.stderr
     counts = [len((tmp_path / "reads" / str(r)).read_text().splitlines()) for r in range(3)]
     for count, num_microbatches in zip(counts, (2, 1, 1), strict=True):
-        assert 0 <= count - 120 * 4 * num_microbatches < 130, counts
+        # Of 120 steps, 8, 64, the last and two that are drawn may be repeated.
+        assert 0 <= count - 120 * 4 * num_microbatches < 120 + 5 * 4 * num_microbatches, counts
     # Resumed on one rank, in the tenth pass and later, nothing is read again.
     [path] = (tmp_path / "run/checkpoints").glob("step_*120/manifest.json")
     places = json.loads(path.read_text())["sampler"]["places"]
