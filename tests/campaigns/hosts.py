@@ -53,6 +53,14 @@ _DROP = (
 """Drops packets that come or go: two hosts may then hear each other in one direction alone."""
 
 
+def compile_clock(folder: Path) -> Path:
+    """The library that gives a process another wall clock (`tests/lab/clock.c`)."""
+    assert COMPILER is not None
+    library = folder / "clock.so"
+    subprocess.run([COMPILER, "-shared", "-fPIC", "-o", library, _CLOCK], check=True)
+    return library
+
+
 class Machines(Agents):
     """Hosts with clocks and small disks of their own; they share that of the run directory."""
 
@@ -66,10 +74,8 @@ class Machines(Agents):
             subprocess.run(argv, check=True)
         for host in range(lab.num_hosts):
             self.set_clock(host, 0)
-        self._library = folder / "clock.so"
         if COMPILER:
-            argv = [COMPILER, "-shared", "-fPIC", "-o", self._library, _CLOCK]
-            subprocess.run(argv, check=True)
+            self._library = compile_clock(folder)
 
     def set_clock(self, host: int, seconds: int) -> None:
         """Have the clock of a host go wrong by so much."""

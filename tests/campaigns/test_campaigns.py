@@ -2,19 +2,27 @@
 
 import contextlib
 import csv
+import errno
 import os
 import re
+import shutil
+import signal
+import struct
+import subprocess
 import sys
+import time
 from importlib.util import find_spec
 
 import pytest
 from benchmarks.lab import Lab
 
+from lockstep.launching.host.processes import is_alive
 from tests.campaigns.blows import draw as draw_kills
 from tests.campaigns.commits import commits, contradictions, missing
-from tests.campaigns.hosts import Machines
+from tests.campaigns.hosts import COMPILER, Machines, compile_clock
 from tests.campaigns.poisons import draw as draw_surroundings
-from tests.conftest import run
+from tests.conftest import environment, result, run
+from tests.lab.agents import Etcd, sha_alone
 
 ROOT = __file__.rpartition("/tests/")[0]
 
@@ -102,6 +110,63 @@ def test_no_row_is_lost_when_ranks_0_are_killed_while_their_disk_is_full(tmp_pat
         assert {len(run.rows("RankLost")), len(run.rows("Joined")) - 3} == {3}
         with (run.run_dir / "metrics.csv").open(newline="") as file:
             assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(1, 901))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(os.getuid() != 0, reason="needs namespaces")
+@pytest.mark.skipif(shutil.which("etcd") is None, reason="Debian's package etcd-server has it")
+def test_ranks_whose_agent_stands_still_are_left_behind_and_commit_nothing(tmp_path):
+    sha = sha_alone(tmp_path, "steps=900")
+    with Lab(3) as lab, Etcd(lab, tmp_path) as etcd, contextlib.ExitStack() as stack:
+        run = Machines(
+            lab, tmp_path / "hosts", train=["steps=900"], timeout_s=3.0, rendezvous=etcd.rendezvous
+        )
+        stack.callback(run.close)
+        for host in range(3):
+            run.start(host)
+            run.set_clock(host, 3600)
+        for _ in range(3):
+            run.wait_for(lambda: all(run.holders(host) for host in range(3)))
+            stopped = (run.coordinator() + 1) % 3
+            (left_behind,) = run.ranks(stopped)
+            num_lost = len(run.rows("RankLost"))
+            run.agents[stopped].send_signal(signal.SIGSTOP)
+            run.wait_for(lambda before=num_lost: len(run.rows("RankLost")) > before)
+            run.advance(10)
+            assert is_alive(left_behind)
+            run.agents[stopped].send_signal(signal.SIGCONT)
+            run.wait_for(lambda pid=left_behind: not is_alive(pid))
+        run.wait_for(lambda: all(run.holders(host) for host in range(3)))
+        assert run.ended() == [0, 0, 0], run.said()
+        assert contradictions(commits(run.folder / "commits")) == []
+        assert missing(run.all_rows(), 900) == []
+    assert result(run.run_dir)["params_sha256"] == sha
+
+
+WAIT = """
+import ctypes, time
+libc = ctypes.CDLL(None)
+lock, changed = (ctypes.create_string_buffer(64) for _ in range(2))
+libc.pthread_mutex_lock(lock)
+until = time.time() + 0.2
+date = (ctypes.c_long * 2)(int(until), int(until % 1 * 1e9))
+print(until, libc.pthread_cond_timedwait(changed, lock, date))
+"""
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a compiler")
+@pytest.mark.parametrize("ahead_s", [3600, -3600])
+def test_waits_go_by_the_clock_of_their_host(tmp_path, ahead_s):
+    clock = tmp_path / "clock"
+    clock.write_bytes(struct.pack("q", ahead_s))
+    own = environment(cold=True, LD_PRELOAD=str(compile_clock(tmp_path)), CLOCK=str(clock))
+    argv, began, date = [sys.executable, "-c", WAIT], time.monotonic(), time.time()
+    done = subprocess.run(argv, env=own, capture_output=True, text=True, timeout=60, check=True)
+    until, code = done.stdout.split()
+    assert abs(float(until) - date - ahead_s) < 60
+    assert int(code) == errno.ETIMEDOUT
+    assert time.monotonic() - began > 0.2
 
 
 def noted(*steps):

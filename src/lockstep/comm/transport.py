@@ -303,7 +303,7 @@ class Transport(ABC):
 
     @property
     def has_joiner(self) -> bool:
-        """Whether, as far as this rank knows, a new process waits to join."""
+        """Whether, as far as this rank knows, a new process waits to join, or soon may."""
         return False
 
     def withdraw(self) -> NoReturn:

@@ -205,7 +205,9 @@ class ElasticTransport(GroupTransport):
     @property
     def has_joiner(self) -> bool:
         """See `Transport.has_joiner`."""
-        return self._supervision.has_joiner
+        # A rank that trains alone waits for nobody, so that no collective tells it of the loss
+        # with which a new coordinator begins: joining ranks would wait for it for ever.
+        return self._supervision.has_joiner or self._supervision.is_lost()
 
     def withdraw(self) -> NoReturn:
         """See `Transport.withdraw`; the supervisor replaces none that ends by itself."""

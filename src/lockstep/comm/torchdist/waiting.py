@@ -94,6 +94,8 @@ def _inode(fd: int) -> int | None:
     return status.st_ino if stat.S_ISSOCK(status.st_mode) else None
 
 
+# By the wall clock, as torch waits: if that is set back in the middle of a wait which never ends
+# otherwise, the rank's watchdog ends it.
 _LOOK = timedelta(seconds=0.2)
 
 Finish = Callable[[Any, Callable[[], bool]], None]
