@@ -147,7 +147,8 @@ def test_parts_of_a_stream_are_read_by_the_ranks_of_their_microbatches(lockstep,
     (tmp_path / "reads" / "0").unlink()
     done = lockstep("resume", "run", "-n", "1", "stop_at_step=121", **read)
     assert done.returncode == 0, done.stderr
-    assert len((tmp_path / "reads" / "0").read_text().splitlines()) - 16 < 160
+    # Its only step is the last one, which is repeated.
+    assert len((tmp_path / "reads" / "0").read_text().splitlines()) - 2 * 16 < 160
 
 
 def test_parts_of_a_stream_move_with_their_microbatches(lockstep, tmp_path, few):
