@@ -141,7 +141,7 @@ def test_ranks_whose_agent_stands_still_are_left_behind_and_commit_nothing(tmp_p
         assert run.ended() == [0, 0, 0], run.said()
         assert contradictions(commits(run.folder / "commits")) == []
         assert missing(run.all_rows(), 900) == []
-    assert result(run.run_dir)["params_sha256"] == sha
+        assert result(run.run_dir)["params_sha256"] == sha
 
 
 WAIT = """
