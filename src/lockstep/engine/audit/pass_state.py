@@ -59,7 +59,7 @@ class ForeseenSaves:
         every = {config.checkpoint.every, config.eval_every}
         self._periods = [n for n in {n or sampler.steps_per_epoch for n in every} if n]
         self._ends = total_steps, config.stop_at_step
-        self._steps_per_epoch = sampler.steps_per_epoch
+        self._steps_per_epoch = sampler.steps_per_epoch or 0
 
     def is_due(self, count: int) -> bool:
         """Whether a save is foreseen after so many steps."""
@@ -71,7 +71,7 @@ class ForeseenSaves:
 
     def begins_epoch(self, step: int) -> bool:
         """Whether a step, from 0, is the first of an epoch."""
-        return bool(self._steps_per_epoch) and step % self._steps_per_epoch == 0
+        return self._steps_per_epoch > 0 and step % self._steps_per_epoch == 0
 
 
 class PassState:
