@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import builtins
 import functools
+import importlib
 import itertools
 import json
 import math
 import os
 import queue
+import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -106,6 +108,24 @@ class Late(ls.Task):
 def samples() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
     return torch.randn(SAMPLES, 3, generator=generator), torch.arange(SAMPLES) % 2
+
+
+class Numbered(Late):
+    """Weighs each sample, by its number and its loss."""
+
+    def dataset(self, split: str) -> Dataset[Any] | None:
+        return TensorDataset(*samples(), torch.arange(SAMPLES)) if split == "train" else None
+
+    def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+        x, y, numbers = batch
+        losses = nn.functional.cross_entropy(model(x), y, reduction="none")
+        if self.is_late:
+            pairs = zip(numbers.tolist(), losses.tolist(), strict=True)
+            losses = losses * torch.tensor([self.weight(*pair) for pair in pairs])
+        return ls.Loss(losses.sum(), len(y))
+
+    def weight(self, number: int, loss: float) -> float:
+        return 1.0
 
 
 class Samples(Dataset[Any]):
@@ -451,6 +471,91 @@ def test_the_last_step_is_done_again_if_that_takes_no_longer_than_it_may(
     assert run(tmp_path / "missed", AtTheEnd(), steps=11).step == 11
 
 
+class NowAndThen(InThread):
+    """Counts in all steps, with an effect in some of them."""
+
+    effective = range(8, 100, 4)  # the first steps of epochs
+
+    def factor(self, model: Any, loss: ls.Loss) -> float:
+        factor = super().factor(model, loss)
+        return factor if self.step in self.effective else 1.0
+
+
+class AnyStep(NowAndThen):
+    effective = range(13, 14)
+
+
+@pytest.mark.parametrize(("kind", "step"), [(NowAndThen, 8), (AnyStep, 13)])
+def test_some_more_steps_are_done_again_among_them_those_that_begin_epochs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[ls.Task], step: int
+) -> None:
+    with pytest.raises(TaskError, match=f"step {step}: gave another result"):
+        run(tmp_path / "found", kind(), steps=15, seed=0)
+    repeat_no_more_steps(monkeypatch)
+    assert run(tmp_path / "missed", kind(), steps=15, seed=0).step == 15
+
+
+FAR = """
+import functools
+COUNTS, KEPT, NOW = [0], {}, [0.0]
+def counted():
+    COUNTS[0] += 1
+    return 1 + 0.1 * COUNTS[0]
+def kept(key, loss):
+    return KEPT.setdefault(key, loss)
+@functools.cache
+def stale(key):
+    return NOW[0]
+"""
+
+
+@pytest.fixture
+def far_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module of another folder, which this one has imported by way of a third."""
+    for name, text in (("far_away", FAR), ("on_the_way", "import far_away")):
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    on_the_way = importlib.import_module("on_the_way")
+    monkeypatch.setattr(sys.modules[__name__], "on_the_way", on_the_way, raising=False)
+    yield on_the_way.far_away
+    sys.modules.pop("on_the_way")
+    sys.modules.pop("far_away")
+
+
+class CountsFarAway(Late):
+    def factor(self, model: Any, loss: ls.Loss) -> float:
+        return float(sys.modules["far_away"].counted()) if self.is_late else 1.0
+
+
+class KeepsFarAway(Numbered):
+    """Weighs each sample by its first loss: where that is kept, all later epochs read it."""
+
+    def weight(self, number: int, loss: float) -> float:
+        return float(sys.modules["far_away"].kept(number, loss))
+
+
+class CachedFarAway(Numbered):
+    def weight(self, number: int, loss: float) -> float:
+        sys.modules["far_away"].NOW[0] = loss
+        return float(sys.modules["far_away"].stale(number))
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        (CountsFarAway, r"far_away\.COUNTS"),
+        (KeepsFarAway, r"far_away\.KEPT"),
+        (CachedFarAway, r"far_away\.(stale|NOW)"),
+    ],
+)
+def test_modules_of_other_folders_are_looked_at_if_the_tasks_module_leads_to_them(
+    tmp_path: Path, far_away: Any, kind: type[ls.Task], place: str
+) -> None:
+    with pytest.raises(TaskError, match=place):
+        run(tmp_path, kind())
+
+
 def foreseen(num_steps: int, spent: float, **keys: Any) -> list[float]:
     """How long each of some steps may take to be repeated."""
     config = ls.TrainConfig(batch_size=12, steps=num_steps, **keys)
@@ -467,10 +572,11 @@ def test_steps_before_foreseen_checkpoints_are_repeated_within_a_budget(
     monkeypatch.setattr(pass_state, "_MOST_TIME", 0.0)
     monkeypatch.setattr(pass_state, "_LEAST_SECONDS", least)
     keys: dict[str, Any] = {"eval_every": 5, "checkpoint": {"every": 6}}
+    others = {7, 8, 12, 16, 20} | {13, 18}  # where epochs begin, and now and then
     due = {step for step, most in enumerate(foreseen(23, 0.0, **keys)) if most}
-    assert due - {7} == {4, 5, 9, 11, 14, 17, 19, 22}
+    assert due == others | {4, 5, 9, 11, 14, 17, 19, 22}
     at_epochs = {step for step, most in enumerate(foreseen(23, 0.0)) if most}
-    assert at_epochs - {7} == {3, 11, 15, 19, 22}
+    assert at_epochs == others | {3, 11, 15, 19, 22}
     left = foreseen(23, 0.75 * least, **keys)
     assert (left[5], left[7], left[22]) == (pytest.approx(0.25 * least), math.inf, least)
 
@@ -757,7 +863,11 @@ class Replaces(Late):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Forgets, r"task\.total: is changed by after_step, and does not come back"),
+        (
+            Forgets,
+            r"task\.total: is changed by after_step, and does not come back .*"
+            r"scratch = \('task\.total',\)",
+        ),
         (Replaces, r"extra\.weight is another tensor than when the model was built"),
     ],
 )

@@ -12,7 +12,6 @@ import contextvars
 import functools
 import gc
 import itertools
-import os
 import sys
 import threading
 import types
@@ -29,7 +28,15 @@ from torch import Tensor, nn
 
 from lockstep.data.attributes import WatchedAttribute
 from lockstep.data.random import GENERATORS, AnyGenerator, is_global
-from lockstep.engine.audit.reachable import MEMORY, MOST_BYTES, STREAMS, has_text, leaf, short
+from lockstep.engine.audit.reachable import (
+    MEMORY,
+    MOST_BYTES,
+    STREAMS,
+    has_text,
+    is_library,
+    leaf,
+    short,
+)
 
 _MOST_OBJECTS = 50_000
 _MOST_ITEMS = 1_000
@@ -65,11 +72,6 @@ _STATEFUL = (
     *MEMORY, *STREAMS, *GENERATORS,
 )  # fmt: skip
 """Types of a script's global variables that are looked at, beside objects of its classes."""
-_LIBRARIES = frozenset({
-    *sys.stdlib_module_names, "torch", "numpy", "pydantic", "lockstep", "lightning",
-    "lightning_utilities", "pytorch_lightning", "torchmetrics",
-})  # fmt: skip
-"""Libraries whose classes have no state of a run."""
 _OF_ENGINE = (
     "lockstep.comm.", "lockstep.parallel.", "lockstep.engine.", "lockstep.observe.",
     "lockstep.nn.module_row", "lockstep.nn.row_trace",
@@ -117,12 +119,14 @@ def has_memory(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.device.type != "meta"
 
 
-def module_globals(kind: type, beside: bool = True) -> dict[str, object]:
-    """The global variables that may hold state, of a class's module and those beside it.
+def module_globals(
+    kind: type, modules: Mapping[str, types.ModuleType] | None = None
+) -> dict[str, object]:
+    """The global variables that may hold state, of a class's module and others.
 
     Args:
         kind: the class.
-        beside: whether to look at other modules of the same folder too.
+        modules: modules by name, as of `modules_around`; without, the class's own.
 
     Returns:
         Modules by dotted name; one that is named like a root has the name of its file in it.
@@ -131,7 +135,7 @@ def module_globals(kind: type, beside: bool = True) -> dict[str, object]:
     own = sys.modules.get(name)
     if own is None:
         return {}
-    modules = {name: own} | (_modules_beside(name, own) if beside else {})
+    modules = {name: own, **(modules or {})}
     return {
         f"{f'{name}.py' if name in ('task', 'model') else name}.{variable}": value
         for name, module in modules.items()
@@ -143,25 +147,6 @@ def module_globals(kind: type, beside: bool = True) -> dict[str, object]:
 def _may_hold_state(value: object, modules: Mapping[str, object]) -> bool:
     kind = value if isinstance(value, type) else type(value)
     return isinstance(value, _STATEFUL) or kind.__module__ in modules or has_text(value)
-
-
-def _modules_beside(name: str, module: types.ModuleType) -> dict[str, types.ModuleType]:
-    """The loaded modules whose files are in the folder of a module, unless that is a library's."""
-    folder = _folder(module)
-    if folder is None or folder.endswith("-packages") or is_library(name):
-        return {}
-    return {n: m for n, m in list(sys.modules.items()) if _folder(m) == folder}
-
-
-def _folder(module: object) -> str | None:
-    file = getattr(module, "__dict__", {}).get("__file__")
-    # Of thousands of modules, again and again: `os.path.dirname` takes ten times as long.
-    return file.rpartition(os.sep)[0] if isinstance(file, str) else None
-
-
-def is_library(module: object) -> bool:
-    """Whether a module is one whose classes and functions keep no state of a run."""
-    return str(module).partition(".")[0] in _LIBRARIES
 
 
 class Walk:

@@ -24,7 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.engine.audit.hidden_state import Walk, has_memory, is_library, module_globals
+from lockstep.engine.audit.hidden_state import Walk, has_memory, module_globals
+from lockstep.engine.audit.reachable import is_library, modules_around
 from lockstep.engine.flat_tensors import given_other_memory
 from lockstep.engine.passes.buffers import changed_in_pass, same_bits, tensor_places
 from lockstep.engine.task import Task
@@ -158,7 +159,8 @@ def check_aliases(task: Task, model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and has_memory(parameter):
             homes.setdefault(parameter.untyped_storage().data_ptr(), []).append((name, parameter))
-    roots: Mapping[str, object] = {"task": task, "model": model} | module_globals(type(task))
+    roots: dict[str, object] = {"task": task, "model": model}
+    roots |= module_globals(type(task), modules_around({type(task)}))
     others = [*model.named_parameters(), *model.named_buffers(), *Walk(roots).tensors.items()]
     for path, tensor in others:
         if not has_memory(tensor) or not tensor.numel():
@@ -197,16 +199,17 @@ def _bytes_of(tensor: Tensor, memory: Tensor) -> Tensor:
 class Caches:
     """Containers that passes have changed, and cached functions."""
 
-    def __init__(self, kinds: Iterable[type]) -> None:
+    def __init__(self, kinds: Iterable[type], more: Iterable[str] = ()) -> None:
         """Find the cached functions of some classes and of their modules.
 
         Args:
             kinds: classes of the task, its datasets and its hooks.
+            more: names of more modules.
         """
         self._first: dict[str, tuple[Any, Any]] = {}
         self._num_bytes = 0
         self._now: list[tuple[Any, Any]] = []
-        self._functions = list(cached_functions(kinds))
+        self._functions = list(cached_functions(kinds, more))
         self._is_forgotten = False
 
     @property
@@ -248,10 +251,12 @@ class Caches:
             _set(owner, name, function)
 
 
-def cached_functions(kinds: Iterable[type]) -> Iterable[tuple[Any, str, Any]]:
+def cached_functions(
+    kinds: Iterable[type], more: Iterable[str] = ()
+) -> Iterable[tuple[Any, str, Any]]:
     """Functions of `functools.lru_cache` with what they are attributes of, and their names."""
     own = {base for kind in kinds for base in kind.__mro__}
-    names = {base.__module__ for base in own}
+    names = {*(base.__module__ for base in own), *more}
     modules = [sys.modules[name] for name in sorted(names) if name in sys.modules]
     owners: list[Any] = [*sorted(own, key=lambda kind: kind.__qualname__), *modules]
     for owner in owners:

@@ -28,7 +28,7 @@ from lockstep.data.passes import is_stream
 from lockstep.data.sampler import BatchLayout
 from lockstep.engine.audit.hidden_state import KEYS, Walk, hidden_state, module_globals
 from lockstep.engine.audit.lasting_values import Caches
-from lockstep.engine.audit.reachable import MOST_BYTES
+from lockstep.engine.audit.reachable import MOST_BYTES, modules_around
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.task_config import is_part_of, is_scratch
 from lockstep.errors import TaskError, shared
@@ -42,6 +42,8 @@ _BLOCK = 100
 """In each block of this many steps, the passes of one are checked."""
 _POWERS = 3
 """Of the steps 1, 2, 4, 8, …, every third is repeated."""
+_GOLDEN, _TRIED = 0x9E3779B1, 1 << 29
+"""Multiples of the golden ratio, modulo 2**32, hit every eighth step, but without a period."""
 _QUICK_BYTES = 1 << 16
 """Bytes of a tensor or array that are looked at in frequent checks."""
 _MOST_TIME = 0.002
@@ -57,6 +59,7 @@ class ForeseenSaves:
         every = {config.checkpoint.every, config.eval_every}
         self._periods = [n for n in {n or sampler.steps_per_epoch for n in every} if n]
         self._ends = total_steps, config.stop_at_step
+        self._steps_per_epoch = sampler.steps_per_epoch or 0
 
     def is_due(self, count: int) -> bool:
         """Whether a save is foreseen after so many steps."""
@@ -65,6 +68,10 @@ class ForeseenSaves:
     def is_last(self, count: int) -> bool:
         """Whether the run, or this session, ends after so many steps if nothing ends it sooner."""
         return count in self._ends
+
+    def begins_epoch(self, step: int) -> bool:
+        """Whether a step, from 0, is the first of an epoch."""
+        return self._steps_per_epoch > 0 and step % self._steps_per_epoch == 0
 
 
 class PassState:
@@ -103,10 +110,12 @@ class PassState:
         self._streams = [data for data in datasets.values() if is_stream(data)]
         self._model = model
         self._kinds = {type(root): None for root in self._roots.values()}
+        kinds = {*self._kinds, *map(type, model.modules())}
+        self._imported = modules_around(kinds, with_folders=False)
         self.guard = AttributeGuard()
         self.free: set[str] = set()
         self.optimizers: Sequence[object] = ()
-        self.caches = Caches(self._kinds)
+        self.caches = Caches(self._kinds, self._imported)
         self._at_start: dict[str, str] | None = None
         self._seed = seed
         self._saves = saves
@@ -197,13 +206,14 @@ class PassState:
 
         Args:
             is_quick: whether to look at fewer elements of large tensors and arrays.
-            with_environment: whether to look at environment variables, which ranks have of their
-                own.
+            with_environment: whether to look at what ranks may have of their own: environment
+                variables, and modules that those of the task and all else import.
             without: objects that are left out.
         """
         began = perf_counter()
         most_bytes = _QUICK_BYTES if is_quick else MOST_BYTES
-        texts = hidden_state(self._all_roots(), [*self._streams, *without], most_bytes)
+        roots = self._all_roots(with_imported=with_environment)
+        texts = hidden_state(roots, [*self._streams, *without], most_bytes)
         if with_environment:
             texts |= {f"os.environ[{name!r}]": value for name, value in os.environ.items()}
         known = [*self.free, *self.guard.paths]
@@ -216,11 +226,11 @@ class PassState:
         self._spent += 0.0 if self._is_free else self._look_s
         return texts
 
-    def _all_roots(self) -> dict[str, object]:
+    def _all_roots(self, with_imported: bool = True) -> dict[str, object]:
         there = {"model": self._model, **self._roots}
         for kind in self._kinds:
-            there |= module_globals(kind, beside=False)  # others take long, again and again
-        return there
+            there |= module_globals(kind)
+        return there | (module_globals(type(self._task), self._imported) if with_imported else {})
 
     def is_due(self, step: int) -> bool:
         """Whether the changes of a step's passes are looked for; may differ between ranks.
@@ -257,7 +267,11 @@ class PassState:
         if self._saves.is_last(count):  # nothing of the run is seen later than this
             return self._affordable()
         is_drawn = step == self._drawn and step // _BLOCK == self._block
-        return self._affordable() - spent if is_drawn or self._saves.is_due(count) else 0.0
+        # What begins late may be of effect now and then only.
+        is_tried = (step * _GOLDEN + self._seed) % (1 << 32) < _TRIED
+        is_any = count > 1 << _POWERS and (is_tried or self._saves.begins_epoch(step))
+        due = is_drawn or is_any or self._saves.is_due(count)
+        return self._affordable() - spent if due else 0.0
 
     def _affordable(self) -> float:
         return max(_LEAST_SECONDS, _MOST_TIME * (perf_counter() - self._began))

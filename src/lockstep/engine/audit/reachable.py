@@ -9,6 +9,8 @@ import hashlib
 import io
 import itertools
 import mmap
+import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from types import (
@@ -50,6 +52,13 @@ _BY_MODULE: Mapping[str, Callable[[Any], str]] = MappingProxyType(
 )
 """Texts for objects of these modules: sums so far, changes of a database, shared values, keys."""
 _DEPTH = 8
+_MOST_MODULES = 50
+"""Modules of which what they refer to is looked at."""
+_LIBRARIES = frozenset({
+    *sys.stdlib_module_names, "torch", "numpy", "pydantic", "lockstep", "lightning",
+    "lightning_utilities", "pytorch_lightning", "torchmetrics",
+})  # fmt: skip
+"""Libraries whose classes have no state of a run."""
 
 _OPAQUE = (
     type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, nn.Module, optim.Optimizer,
@@ -240,3 +249,46 @@ def codes(function: FunctionType) -> Iterator[CodeType]:
         code = waiting.pop()
         yield code
         waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+
+
+def modules_around(kinds: Iterable[type], with_folders: bool = True) -> dict[str, ModuleType]:
+    """The loaded modules of users that classes' modules refer to, directly or through others.
+
+    Args:
+        kinds: the classes; those of libraries have none.
+        with_folders: whether to begin with all modules of the classes' folders.
+    """
+    found = {n: sys.modules[n] for n in sorted({k.__module__ for k in kinds}) if _is_of_user(n)}
+    if with_folders:
+        folders = {_folder(module) for module in found.values()}
+        found |= {n: m for n, m in list(sys.modules.items()) if found and _folder(m) in folders}
+    waiting = [*found]
+    for name in waiting:  # which grows: the nearest first
+        homes = {_home(value) for value in list(vars(found[name]).values())} - {*found}
+        new = sorted(filter(_is_of_user, homes))[: max(0, _MOST_MODULES - len(waiting))]
+        found |= {name: sys.modules[name] for name in new}
+        waiting += new
+    return found
+
+
+def _home(value: object) -> str:
+    """Name of the module that a global variable is, or that its function or class is from."""
+    if isinstance(value, ModuleType):
+        return value.__name__
+    return str((value if isinstance(value, (type, FunctionType)) else type(value)).__module__)
+
+
+def _is_of_user(name: str) -> bool:
+    folder = None if is_library(name) else _folder(sys.modules.get(name))
+    return folder is not None and "-packages" not in folder
+
+
+def _folder(module: object) -> str | None:
+    file = getattr(module, "__dict__", {}).get("__file__")
+    # Of thousands of modules, again and again: `os.path.dirname` takes ten times as long.
+    return file.rpartition(os.sep)[0] if isinstance(file, str) else None
+
+
+def is_library(module: object) -> bool:
+    """Whether a module is one whose classes and functions keep no state of a run."""
+    return str(module).partition(".")[0] in _LIBRARIES

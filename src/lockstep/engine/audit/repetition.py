@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from time import perf_counter
 from typing import NamedTuple
@@ -291,7 +292,10 @@ class StepAudit:
 
         everywhere(self._runtime.transport, check)
         self._repetition_s = perf_counter() - self._began
-        self._spent += self._repetition_s
+        if (
+            self._state.seconds_to_repeat(self._step, 0.0) < math.inf
+        ):  # they are not repeated for the time left
+            self._spent += self._repetition_s
         self._first, self._is_given_up = None, True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from types import FunctionType
 
@@ -13,12 +14,12 @@ from lockstep.engine.audit.hidden_state import (
     Walk,
     differing,
     hidden_state,
-    is_library,
     module_globals,
     own_attributes,
 )
 from lockstep.engine.audit.lasting_values import cached_functions
 from lockstep.engine.audit.pass_state import is_check_due
+from lockstep.engine.audit.reachable import is_library
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.task_config import is_scratch, rebuilt
 from lockstep.errors import TaskError
@@ -78,7 +79,7 @@ class SavedState:
             for name, value in own_attributes(kind).items():
                 there = after if isinstance(value, _FUNCTIONS) else before
                 there[f"{_SHARED}{kind.__qualname__}.{name}"] = value
-            for path, value in module_globals(kind, beside=False).items():
+            for path, value in module_globals(kind).items():
                 after[_SHARED + path] = value
         return before, after
 
@@ -153,7 +154,8 @@ class SavedState:
         owner = "the hook's " if path.startswith("hooks") else f"{kind}."
         return TaskError(
             f"{path.rstrip('!')}: is changed by {caller}, and does not come back by {owner}"
-            "state_dict and load_state_dict; a resumed run would go on without it"
+            "state_dict and load_state_dict; a resumed run would go on without it. If no result "
+            f"depends on it, say so: `scratch = ({_attribute(path)!r},)` in the task's class"
         )
 
     def _restored(self) -> dict[str, str] | None:
@@ -174,6 +176,11 @@ class SavedState:
                 )
         state.restore(tensors, values)
         return hidden_state({"task": fresh} | _saved_hooks(state))
+
+
+def _attribute(path: str) -> str:
+    """The attribute of the task or of a hook that a path leads to or through."""
+    return re.sub(r"^([^.]*\.\w+).*", r"\1", path.rstrip("!"))
 
 
 def kept_by(optimizers: Iterable[optim.Optimizer]) -> list[object]:

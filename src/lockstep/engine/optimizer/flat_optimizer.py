@@ -284,7 +284,7 @@ class FlatOptimizer:
             return {}
         roots: dict[str, object] = {}
         for kind in {type(one) for one in stepping_in(optimizer).values() if may_draw(one)}:
-            roots |= {kind.__name__: kind} | module_globals(kind, beside=False)
+            roots |= {kind.__name__: kind} | module_globals(kind)
         return hidden_state(roots)
 
     @property

@@ -27,7 +27,7 @@ from lockstep.engine.audit.hidden_state import (
 )
 from lockstep.engine.audit.hints import shards_explained
 from lockstep.engine.audit.pass_state import named, remedy
-from lockstep.engine.audit.reachable import attributes_read
+from lockstep.engine.audit.reachable import attributes_read, modules_around
 from lockstep.engine.carry import Carries
 from lockstep.engine.digests import checksum, tensors_digest
 from lockstep.engine.evaluation.evaluation import Evaluation
@@ -259,7 +259,8 @@ class Trial:
     def _roots(self) -> dict[str, object]:
         task = self._compute.task
         roots = {"task": task, "dataset('train')": self._loader.dataset, "model": self._model}
-        return roots | module_globals(type(task))
+        kinds = {type(task), *map(type, self._model.modules())}
+        return roots | module_globals(type(task), modules_around(kinds))
 
     def _watch_generators(self, at_first: Mapping[str, str], now: Walk) -> None:
         # The task seeds those for each sample that were drawn from and yet have not changed.
