@@ -136,8 +136,8 @@ class HostcclGroup(dist.ProcessGroup):
                     call(*views).wait()
                 except Exception:  # a kernel of NCCL goes on waiting for what will not come
                     self._aborted.wait()
+            del views, call  # before the host goes on, which then has their memory
             work.end()  # after an abort as if all were well: who reads the result has to ask
-            del views, call
 
     # What torch asks of a group.
 

@@ -158,10 +158,18 @@ def test_survivors_go_on_with_what_they_have(
 
 
 @pytest.mark.slow
-def test_a_stage_that_fails_ends_the_others_with_one_message(
-    accelerated: dict[str, str], tmp_path: Path
+@pytest.mark.parametrize(
+    ("task", "keys", "where"),
+    [
+        ("BrokenStage", STAGED, "stage"),
+        ("BrokenEvaluation", (*STAGED, "eval_every=2"), "stage"),
+        ("BrokenRows", ("sharding=gradients", "eval_every=2", "eval_batch_size=8"), "rank"),
+    ],
+)
+def test_a_rank_that_fails_ends_those_that_wait_for_it_with_one_message(
+    accelerated: dict[str, str], tmp_path: Path, task: str, keys: tuple[str, ...], where: str
 ) -> None:
-    argv = ("-m", "lockstep", "train", f"{HERE / 'train_cases.py'}:BrokenStage", *QUIET, *STAGED)
+    argv = ("-m", "lockstep", "train", f"{HERE / 'train_cases.py'}:{task}", *QUIET, *keys)
     ended = subprocess.run(
         [sys.executable, *argv, "device=accelerator", "-n", "2", "--launcher", "local"],
         cwd=tmp_path,
@@ -172,7 +180,7 @@ def test_a_stage_that_fails_ends_the_others_with_one_message(
     )
     assert ended.returncode == 1, ended.stderr
     assert "starting again" not in ended.stderr
-    assert ended.stderr.count("RuntimeError: the loss of this stage fails") == 1
+    assert ended.stderr.count(f"RuntimeError: the loss of this {where} fails") == 1
     assert re.search(r"^error: rank 1 raised an exception$", ended.stderr, re.M)
 
 

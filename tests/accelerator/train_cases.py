@@ -156,6 +156,31 @@ class BrokenStage(models.Deep):
         return made
 
 
+class BrokenEvaluation(BrokenStage):
+    """As `BrokenStage`, in an evaluation."""
+
+    def loss(self, model: Any, batch: Any) -> ls.Loss:
+        """See `ls.Task`."""
+        return (
+            models.Deep.loss(self, model, batch) if model.training else super().loss(model, batch)
+        )
+
+
+class BrokenRows(table_tasks.Plain):
+    """One rank's evaluation ends with an exception once it has looked up rows."""
+
+    scratch = ("task.num_losses",)
+    num_losses = 0
+
+    def evaluate(self, model: Any, batch: Any) -> ls.Loss:
+        """See `ls.Task`."""
+        self.num_losses += 1
+        if self.num_losses > 12 and torch.accelerator.current_device_index() == 1:
+            raise RuntimeError("the loss of this rank fails")
+        made: ls.Loss = self.loss(model, batch)
+        return made
+
+
 class CountedCarry(Counting, Recurrent):
     """Carries its last state."""
 

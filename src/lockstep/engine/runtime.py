@@ -250,6 +250,19 @@ def own_failure(transport: Transport, error: Raised) -> GroupBroken | LockstepEr
     return EnvironError(text) if kind == EnvironError.__name__ else TaskFailure(text)
 
 
+def on_its_own(transport: Transport, action: Callable[[], T]) -> T:
+    """The result of `action`, in which others wait for this rank until that is done, or ends.
+
+    Raises:
+        GroupBroken: a rank was lost.
+        LockstepError: `action` raised an exception; on this rank alone.
+    """
+    try:
+        return action()
+    except (Exception, SystemExit) as error:
+        raise own_failure(transport, error) from None
+
+
 def _kind_and_text(rank: int, error: Raised) -> list[str]:
     if isinstance(error, (GroupBroken, LockstepError)):
         return [type(error).__name__, str(error)]

@@ -133,6 +133,7 @@ class Facts:
         checkpoint_bytes: size of a checkpoint.
         checkpoint_s: seconds in which training stands still for one.
         write_s: seconds until it is on disk.
+        device: what ranks compute on, as a config says it.
     """
 
     task: str
@@ -157,6 +158,7 @@ class Facts:
     checkpoint_bytes: int
     checkpoint_s: float
     write_s: float
+    device: str = "cpu"
 
     @property
     def jitter(self) -> tuple[float, ...]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
-from lockstep.config.train_config import Sharding
+from lockstep.config.train_config import Sharding, TrainConfig
+from lockstep.engine.checkpoint.share import ROUND_BYTES
 from lockstep.engine.step.memory import kept_bytes
 from lockstep.parallel.fold import rows_needed
 from lockstep.parallel.layout import Range, leaves, merges
@@ -84,14 +85,35 @@ def _of(number: int, anatomy: Anatomy, replicas: Set[tuple[int, int]]) -> Iterat
 
 
 def peak_bytes(facts: Facts, layout: Layout) -> int:
-    """The peak memory (resident set) of a rank in a layout.
+    """The peak memory of a rank in a layout: its resident set, or what it allocates of a device."""
+    return max(_in_steps(facts, layout), _at_checkpoints(facts, layout))
+
+
+def _at_checkpoints(facts: Facts, layout: Layout) -> int:
+    """Memory of a device while slices come together, when steps have freed what they can."""
+    whole = facts.anatomy
+    if facts.device == "cpu" or layout.sharding == "none":  # the host's has copies too
+        return 0
+    kept, freed = _kept(facts, layout), whole.largest_bytes
+    if layout.sharding == "optimizer":
+        freed = whole.gradient_bytes
+    elif layout.sharding == "parameters":
+        freed += whole.largest_bytes
+    largest = min(max(ROUND_BYTES, whole.largest_bytes), whole.gradient_bytes)
+    return kept - freed + largest + 3 * largest // 4  # received and sent
+
+
+def _in_steps(facts: Facts, layout: Layout) -> int:
+    """The peak of steps.
 
     The nearest measurement, corrected for the difference of the two layouts in parameters,
     gradients, optimizer state and messages. Where no ranks were trained together, the memory of
     libraries for connections is taken as that of two ranks.
     """
+    # With slices of gradients on a device, what ranks exchange is counted.
+    is_measured = facts.device == "cpu" or layout.sharding in ("none", "optimizer")
     group = _trained_together(facts, layout)
-    if group is not None:
+    if group is not None and is_measured:
         whole = Layout(group.num_ranks)
         total = group.peak_bytes - _kept(facts, whole) + _kept(facts, layout)
         return total + _messages(facts, layout) - _messages(facts, whole)
@@ -100,7 +122,7 @@ def peak_bytes(facts: Facts, layout: Layout) -> int:
     total = near.peak_bytes - _kept_alone(facts, near) + _kept(facts, layout)
     if layout.num_ranks > layout.pp * layout.tp:
         total += _messages(facts, layout)
-        total += facts.group_bytes if near.pp * near.tp == 1 else 0
+        total += facts.group_bytes if near.pp * near.tp == 1 and is_measured else 0
     return total
 
 
@@ -138,8 +160,21 @@ def _kept(facts: Facts, layout: Layout) -> int:
         largest=whole.largest_bytes // layout.tp,
         states=whole.state_bytes // part,
         copies=2 if facts.buddy else 1,
-        whole_blocks=2,
-    )
+        whole_blocks=2 if facts.device == "cpu" else 1,  # where the next one comes ahead
+    ) + _in_rounds(facts, layout)
+
+
+def _in_rounds(facts: Facts, layout: Layout) -> int:
+    """Memory of `Rounds`: a gradient of the largest block that is sent, and what comes of it.
+
+    Activations may be at their most before the first gradient: those of others free nothing then.
+    """
+    if layout.sharding not in ("gradients", "parameters"):
+        return 0
+    sent, senders = facts.anatomy.largest_bytes, min(layout.num_replicas, facts.num_microbatches)
+    bucket: int = TrainConfig.model_fields["bucket_bytes"].default
+    early = facts.anatomy.gradient_bytes - sent if facts.device != "cpu" else 0
+    return sent + early + min(bucket, sent * senders // layout.num_replicas)
 
 
 def _messages(facts: Facts, layout: Layout) -> int:

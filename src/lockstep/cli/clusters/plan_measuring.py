@@ -20,6 +20,7 @@ from lockstep.cli.clusters.plan_probes import Probe, Prober, Shape
 from lockstep.config import TrainConfig
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.optimizer.choice import is_elementwise
+from lockstep.engine.recovery import SURVIVABLE
 from lockstep.engine.step.memory import Kept, Needs, memory_limits
 from lockstep.engine.step.model import built, trainable_groups
 from lockstep.engine.task import Task
@@ -152,7 +153,7 @@ def measure(measuring: Measuring, say: Callable[[str], None]) -> Facts:
         batch_size=int(alone.plan["batch_size"]),
         num_microbatches=config.num_microbatches,
         total_steps=config.steps or config.epochs * int(alone.plan["steps_per_epoch"]),
-        buddy=config.optimizer.buddy,
+        buddy=config.optimizer.buddy and measuring.launcher in SURVIVABLE,
         anatomy=parts,
         timed=tuple(timed),
         groups=tuple(
@@ -165,6 +166,7 @@ def measure(measuring: Measuring, say: Callable[[str], None]) -> Facts:
         checkpoint_bytes=int(saved[0]["num_bytes"]) if saved else 0,
         checkpoint_s=statistics.median([row["stall_s"] for row in saved]) if saved else 0.0,
         write_s=statistics.median([row["write_s"] for row in saved]) if saved else 0.0,
+        device=device_of(config),
     )
 
 

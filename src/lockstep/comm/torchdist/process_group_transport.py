@@ -28,6 +28,8 @@ from lockstep.errors import EnvironError, LockstepError, alone
 
 _NUM_TAGS = 1 << 20
 """Of what `start` begins; messages of `send` have another one, 0."""
+_PIECE_BYTES = 2 << 20
+"""About the most bytes that an all-gather of parts of several sizes receives at a time."""
 _SHORT = 2048
 """Bytes of a value as JSON, with its length, that go round a device's group at once."""
 _TRADED = _NUM_TAGS + 1
@@ -82,15 +84,16 @@ class GroupTransport(AheadTransport):
         if min(counts) == longest:
             self._finish(self.group._allgather_base(out, own))
             return
-        # Process groups gather parts of equal size only.
-        padded = out.new_zeros(longest)
-        padded[: own.numel()] = own
-        everyone = out.new_empty(self.size * longest)
-        self._finish(self.group._allgather_base(everyone, padded))
-        for rows, start, count in zip(
-            everyone.view(self.size, longest), offsets(counts), counts, strict=True
-        ):
-            out[start : start + count] = rows[:count]
+        # Process groups gather parts of equal size only: here piece by piece, to spare memory.
+        length = min(longest, max(1, _PIECE_BYTES // (size * self.size)))
+        padded, everyone = out.new_zeros(length), out.new_empty(self.size, length)
+        for first in range(0, longest, length):
+            mine = own[first : first + length]
+            padded[: mine.numel()] = mine
+            self._finish(self.group._allgather_base(everyone.view(-1), padded))
+            for rows, start, count in zip(everyone, offsets(counts), counts, strict=True):
+                there = out[start + first : start + min(count, first + length)]
+                there.copy_(rows[: there.numel()])
 
     @collective
     def all_to_all(

@@ -70,7 +70,9 @@ class Constants:
         """Take the present state as the expected one, before the passes of a step."""
         self._versions = [*map(_VERSION, self._tensors)]
         by_value = step >= 0 and step & (step - 1) == 0
-        self._copies = [_part(p.tensor).clone() for p in self._places] if by_value else []
+        # In the host's memory: a device has none to spare for them.
+        places = self._places if by_value else []
+        self._copies = [_part(p.tensor).to("cpu", copy=True) for p in places]
 
     def check(self, when: str, changed: Callable[[str], str] = changed_in_pass) -> None:
         """Make sure that nothing has changed since `mark`.
@@ -94,7 +96,7 @@ class Constants:
         if self._copies:
             self.check_identity(when)
         for place, copy in zip(self._places, self._copies, strict=False):
-            if not same_bits(_part(place.tensor), copy):
+            if not same_bits(_part(place.tensor), copy.to(place.tensor.device)):
                 raise TaskError(f"{when}: {changed(place.name)}")
 
     def check_identity(self, when: str) -> None:

@@ -145,7 +145,7 @@ class Checkpointer:
             files |= files_of(checkpoint.MODEL, scattered.model, most_bytes)
             files |= files_of(checkpoint.OPTIMIZER, scattered.optimizer, most_bytes)
         elif self._saves:
-            state = train_step.flat_optimizer.state()
+            state = train_step.flat_optimizer.state(device="cpu")
         if train_step.tables is not None:
             files |= train_step.tables.scattered()
         structures: dict[str, Any] = {}

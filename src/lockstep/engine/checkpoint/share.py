@@ -32,7 +32,7 @@ from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint.owners import FIRST, Owners
 from lockstep.engine.checkpoint.tensor_files import Kind, Tensors, grouped, index_name, index_of
 
-_ROUND_BYTES = 16 << 20
+ROUND_BYTES = 4 << 20
 """About the most bytes that a rank receives in a round, unless a tensor is larger."""
 _ALIGNMENT = 8
 """Bytes: what a rank sends of a tensor begins at a multiple of it."""
@@ -97,7 +97,7 @@ class GatheringFailed(Exception):
 def gathered(
     transport: Transport, wanted: Sequence[Sequence[Scattered]], device: torch.device
 ) -> Iterator[Tensor]:
-    """The tensors that this rank wants, one after another; a collective.
+    """The tensors that this rank wants, one after another, on the host; a collective.
 
     All ranks have to exhaust it, also those that want nothing.
 
@@ -126,7 +126,7 @@ def _rounds(wanted: Sequence[Scattered]) -> list[list[Scattered]]:
     rounds: list[list[Scattered]] = []
     size = 0
     for tensor in wanted:
-        if not rounds or size + tensor.kind.num_bytes > _ROUND_BYTES:
+        if not rounds or size + tensor.kind.num_bytes > ROUND_BYTES:
             rounds.append([])
             size = 0
         rounds[-1].append(tensor)
@@ -155,6 +155,7 @@ def _gathered_at_once(
         sent.view(torch.int64), sizes, offsets(sizes), received.view(torch.int64), words
     )
     del sent
+    received = received.cpu()
     places = offsets(counts)
     for tensor in mine:
         parts = {}

@@ -29,7 +29,7 @@ from lockstep.engine.evaluation.metrics import Leaf, StatefulMetrics, plain, tri
 from lockstep.engine.passes.buffers import KeptBuffers
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.placement import Placement
-from lockstep.engine.runtime import everywhere
+from lockstep.engine.runtime import everywhere, on_its_own
 from lockstep.engine.tables.step_tables import AllFetched, Tables
 from lockstep.engine.task import Task
 from lockstep.errors import TaskError, shared
@@ -102,7 +102,7 @@ class Evaluation:
             together = partial(placement.together, compute_leaves)
         with eval_mode(model):
             if placement is not None and placement.are_coupled and not placement.can_wake:
-                leaves = together()  # others may wait for this rank, and only its end wakes them
+                leaves = on_its_own(transport, together)  # only its end wakes those that wait
             else:
                 leaves = everywhere(transport, together)
         scored: Callable[[], Scores] = partial(Scores, {}, {})

@@ -338,35 +338,36 @@ class FlatOptimizer:
         states = [s for inner in self._optimizers.values() for s in inner.state.values()]
         return [v for state in states for v in state.values() if isinstance(v, Tensor)]
 
-    def state(self, tensors: bool = True) -> OptimizerState:
+    def state(self, tensors: bool = True, device: str | None = None) -> OptimizerState:
         """Copies of all state; flats are zero where not owned.
 
         Args:
             tensors: whether flats are wanted; else there are their keys only.
+            device: where the copies are; None for where the state is.
 
         Raises:
             TaskError: something cannot be saved.
         """
-        state = OptimizerState({}, {}, {}, {})
+        state, home = OptimizerState({}, {}, {}, {}), device or self._flat.flats[0].device
         for part, name, value in self._keepers.states(self._stepped):
             kept: dict[str, Any] = TENSOR
             if are_tensors(value):
                 kept = {"tensors": len(value)}
                 for each, tensor in zip(tensor_names(name, kept), value, strict=True):
-                    state.tensors[f"{each}/{part.owner}"] = tensor.detach().clone()
+                    state.tensors[f"{each}/{part.owner}"] = tensor.detach().to(home, copy=True)
             elif not isinstance(value, Tensor) or value.dim() == 0:
                 kept = to_json(value, part.tensor.device)
             elif self.elementwise and not tensors:
                 state.flats[name] = []
             elif self.elementwise:
                 if name not in state.flats:
-                    state.flats[name] = [torch.zeros_like(f) for f in self._flat.flats]
+                    state.flats[name] = [torch.zeros_like(f, device=home) for f in self._flat.flats]
                 state.flats[name][part.segment][part.range.first : part.range.last] = value
             else:
-                state.tensors[f"{name}/{part.owner}"] = value.detach().clone()
+                state.tensors[f"{name}/{part.owner}"] = value.detach().to(home, copy=True)
             state.scalars.setdefault(part.owner, {})[name] = kept
         for part in self._stepped if self._modal else ():
-            state.tensors[f"{_TRAINED}/{part.owner}"] = part.tensor.detach().clone()
+            state.tensors[f"{_TRAINED}/{part.owner}"] = part.tensor.detach().to(home, copy=True)
             state.scalars.setdefault(part.owner, {})[_TRAINED] = TENSOR
         state.shared.update({path: own.values(self._written) for path, own in self._shared.items()})
         return state

@@ -164,7 +164,7 @@ def copy_state(
     if transport.rank == root:
         state = OptimizerState({}, {}, {}, {})
         if with_optimizer:
-            state = train_step.flat_optimizer.state()
+            state = train_step.flat_optimizer.state(device="cpu")
         snapshot = capture(train_step, progress, meta, state)()
     return restore(snapshot, train_step, transport, root, with_optimizer)
 

@@ -145,13 +145,16 @@ def kept_bytes(
     copies = min(copies, num_ranks)
     slices = parameters * copies // num_ranks
     own_states = states if sharding == "none" else states * copies // num_ranks
+    # Of slices just stepped there are copies, with a buddy (`Workspace.keep_aside`).
+    aside = slices if copies > 1 and sharding in ("optimizer", "gradients") else 0
     if sharding in ("none", "optimizer"):
         rows = rows_needed(Range(0, -(-num_microbatches // num_ranks)), num_microbatches)
-        return (1 + rows) * parameters + gradient + own_states
+        return (1 + rows) * parameters + gradient + own_states + aside
     # The fold's rows have this rank's own slice; a gradient is whole for a block only.
     rows = rows_needed(Range(0, num_microbatches), num_microbatches)
     sums = rows * parameters // num_ranks + slices - parameters // num_ranks
-    kept = slices + whole_blocks * largest if sharding == "parameters" else parameters
+    whole = min(whole_blocks * largest, parameters)
+    kept = slices + whole if sharding == "parameters" else parameters + aside
     return kept + largest + sums + own_states
 
 

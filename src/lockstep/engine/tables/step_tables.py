@@ -17,7 +17,7 @@ from torch import Tensor
 from lockstep.config import TrainConfig
 from lockstep.engine.optimizer.schedule import lr_factor
 from lockstep.engine.placement import Placement
-from lockstep.engine.runtime import Raised, Runtime, everywhere, shared_error
+from lockstep.engine.runtime import Raised, Runtime, everywhere, own_failure, shared_error
 from lockstep.engine.tables import exchange as messages
 from lockstep.engine.tables.exchange import SomeRankFailed
 from lockstep.engine.tables.run_tables import TableStorage
@@ -200,7 +200,8 @@ class Tables(TableStorage):
                     self._placement.stage_order.skip_forward()
             except (Exception, SystemExit) as caught:
                 if self._placement.are_coupled and not self._placement.can_wake:
-                    raise  # others wait for this rank, and only its end wakes them
+                    # Others wait for this rank, and only its end wakes them.
+                    raise own_failure(world, caught) from None
                 # Not raised here: the other ranks are about to fetch rows, and would wait.
                 error = caught
                 self._placement.give_up()
