@@ -138,8 +138,8 @@ def test_parts_of_a_stream_are_read_by_the_ranks_of_their_microbatches(lockstep,
     assert done.returncode == 0, done.stderr
     counts = [len((tmp_path / "reads" / str(r)).read_text().splitlines()) for r in range(3)]
     for count, num_microbatches in zip(counts, (2, 1, 1), strict=True):
-        # Of 120 steps, 8, 64, the last, two that are drawn and an eighth may be repeated.
-        assert 0 <= count - 120 * 4 * num_microbatches < 130 + 20 * 4 * num_microbatches, counts
+        # Fewer than a quarter of the steps are repeated. Reading for all would be 1,440 more.
+        assert 0 <= count - 120 * 4 * num_microbatches < 130 + 30 * 4 * num_microbatches, counts
     # Resumed on one rank, in the tenth pass and later, nothing is read again.
     [path] = (tmp_path / "run/checkpoints").glob("step_*120/manifest.json")
     places = json.loads(path.read_text())["sampler"]["places"]
