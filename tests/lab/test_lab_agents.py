@@ -103,27 +103,6 @@ def test_with_etcd_no_host_has_to_stay(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("etcd") is None, reason="Debian's package etcd-server has it")
-def test_hosts_join_a_rank_that_has_trained_alone_under_two_coordinators(tmp_path):
-    sha = sha_alone(tmp_path)
-    with Lab(2) as lab, Etcd(lab, tmp_path) as etcd:
-        run = Agents(
-            lab, tmp_path / "on hosts", "--replace", "9", timeout_s=3.0, rendezvous=etcd.rendezvous
-        )
-        for host in range(2):
-            run.start(host)
-        run.wait_for(lambda: all(run.holders(host) for host in range(2)))
-        lost = run.coordinator()
-        run.kill_ranks(lost)
-        run.wait_for(lambda: run.rows("Recovered"))
-        run.kill(lost)  # before a rank in the place of the first has started
-        run.wait_for(lambda: "the coordinator is on" in run.said())
-        run.start(lost)
-        run.wait_for(lambda: all(run.holders(host) for host in range(2)))
-        assert run.ended() == [0, 0], run.said()
-    assert result(run.folder / "run")["params_sha256"] == sha
-
-
-@pytest.mark.skipif(shutil.which("etcd") is None, reason="Debian's package etcd-server has it")
 def test_all_of_etcd_is_lost_and_comes_back_in_time_late_or_never(tmp_path):
     sha = sha_alone(tmp_path)
     options = ["--replace", "3", "--wait", "40"]
