@@ -245,7 +245,7 @@ def main() -> None:
             trained(name, d, Path(folder), keys) for d in devices.split(",") if d != "manners"
         ]
     if "manners" in devices:
-        for extra in (2_100_000, 1_700_000):
+        for extra in (1_950_000, 1_700_000):
             gc.collect()
             os.environ["HOSTGPU_BYTES"] = str(torch.accelerator.memory_allocated(0) + extra)
             keys = [f"seed={extra}"]
