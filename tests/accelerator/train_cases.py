@@ -22,6 +22,7 @@ from torch.utils.data import TensorDataset
 import lockstep as ls
 from lockstep.config import override
 from lockstep.data.loader import SMALL_BYTES
+from lockstep.engine.audit import pass_state
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.launching import api as front
 from lockstep.launching.api import Session
@@ -69,6 +70,8 @@ class Counting(ls.Task):
     def build_model(self) -> torch.nn.Module:
         """See `ls.Task`."""
         TrainStep.run = counting(TrainStep.run)  # type: ignore[method-assign]
+        # How many steps are done again depends on the machine, and they wait twice.
+        pass_state._LEAST_SECONDS = pass_state._MOST_TIME = 0.0
         return super().build_model()
 
 
