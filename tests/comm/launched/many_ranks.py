@@ -67,7 +67,7 @@ def check():
 check()
 dies = transport.size - 2
 if transport.rank == dies:
-    transport.all_gather(torch.ones(1), torch.zeros(transport.size), [1] * transport.size)
+    gather(40_000)
     os.kill(os.getpid(), signal.SIGKILL)
 try:
     while True:
