@@ -95,6 +95,10 @@ class Heartbeat:
         """Note that from now on, a long time without a beat is a hang."""
         self._memory[2] = 1
 
+    def disarm(self) -> None:
+        """Note that the session is over: no beats follow, and nothing is waited for."""
+        self._memory[1] = self._memory[2] = 0
+
 
 class Backlog:
     """Events that rank 0 may not have stored yet, on every rank, for any may become rank 0.

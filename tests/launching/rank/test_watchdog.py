@@ -29,7 +29,8 @@ heartbeat = Heartbeat()
 ring = CallRing()
 group = ring.start(1, 3)
 files = [Path("report.json"), ring.fd, Path("flight/ended"), Path("flight/waits"), "rank 1 on host"]
-with Watchdog(heartbeat.fd, 0.6, *files):
+stays = sys.argv[1].startswith("leave")
+with Watchdog(heartbeat.fd, 0.6, *files, stays=stays):
     ring.end(ring.begin(group, 0, (8, 24, -1)), is_done=True)
     print("up", flush=True)
     for _ in range(5):
@@ -59,6 +60,17 @@ with Watchdog(heartbeat.fd, 0.6, *files):
             heartbeat.beat()
     elif sys.argv[1] == "unarmed":
         time.sleep(2)
+    if stays:
+        heartbeat.disarm()
+if sys.argv[1] == "leave and stop":
+    os.kill(os.getpid(), signal.SIGSTOP)
+elif stays:
+    time.sleep(1.5)
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    first = children.read_text().split()
+    with Watchdog(heartbeat.fd, 0.6, *files):
+        assert len(first) == len(children.read_text().split()) == 1
+    assert not children.read_text()
 print("done", flush=True)
 """
 
@@ -76,14 +88,18 @@ def run(tmp_path: Path, what: str) -> tuple[subprocess.CompletedProcess[str], fl
     return done, time.monotonic() - started
 
 
-@pytest.mark.parametrize("what", ["stop", pytest.param("sleep", marks=pytest.mark.slow), "loop"])
+@pytest.mark.parametrize(
+    "what",
+    ["stop", "leave and stop", pytest.param("sleep", marks=pytest.mark.slow), "loop"],
+)
 def test_a_process_that_stands_still_is_killed(tmp_path: Path, what: str) -> None:
     done, _ = run(tmp_path, what)
     assert done.returncode == -signal.SIGKILL
     reason = json.loads((tmp_path / "report.json").read_text())["reason"]
     assert reason in done.stderr
-    assert ("was stopped by a signal for 0.6 s" if what == "stop" else "did nothing for") in reason
-    if what != "stop":
+    is_stopped = what.endswith("stop")
+    assert ("was stopped by a signal for 0.6 s" if is_stopped else "did nothing for") in reason
+    if not is_stopped:
         assert "in stand_still" in reason
     log = read_calls(tmp_path / "flight" / "ended")
     assert (log.rank, log.size, [c.kind for c in log.calls]) == (1, 3, ["all_gather"])
@@ -103,7 +119,9 @@ def test_what_a_rank_waits_in_can_be_read_as_long_as_it_does(tmp_path: Path) -> 
     )
 
 
-@pytest.mark.parametrize("what", [pytest.param("slow", marks=pytest.mark.slow), "unarmed"])
+@pytest.mark.parametrize(
+    "what", [pytest.param("slow", marks=pytest.mark.slow), "unarmed", "leave slowly"]
+)
 def test_others_are_left_alone(tmp_path: Path, what: str) -> None:
     done, _ = run(tmp_path, what)
     assert (done.returncode, done.stdout) == (0, "up\ndone\n")

@@ -257,8 +257,10 @@ def _steps(
                     directory.flight.lost_file(environment.rank),
                     directory.flight.waiting_file(environment.rank),
                     _watched_name(environment),
+                    stays=MARK in os.environ,
                 )
             )
+            stack.callback(heartbeat.disarm)
         try:
             if transport.is_joining:
                 task = edited(task, os.environ, environment.rank)

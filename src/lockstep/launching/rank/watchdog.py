@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import ClassVar
 
 STACK_SIGNAL = signal.SIGRTMIN + 3
 """At this signal a rank writes out its Python stacks, whatever it is doing."""
@@ -52,7 +53,11 @@ class Watchdog:
         calls: path of the file for the newest calls of a rank that is killed.
         waiting: path of the file for those of one that waits; it is there as long as it does.
         name: name of the rank in the message that it has waited for `timeout_s`; "" for no message.
+        stays: whether to watch on after the session, until this process has ended: a rank that is
+            stopped while it leaves would keep the others, and the launcher, waiting.
     """
+
+    _staying: ClassVar[subprocess.Popen[bytes] | None] = None
 
     def __init__(
         self,
@@ -63,11 +68,13 @@ class Watchdog:
         calls: Path,
         waiting: Path,
         name: str = "",
+        stays: bool = False,
     ) -> None:
         self._heartbeat_fd, self._calls_fd = heartbeat_fd, calls_fd
         self._timeout_s = timeout_s
         self._report, self._calls, self._waiting = report, calls, waiting
         self._name = name
+        self._stays = stays
         self._child: subprocess.Popen[bytes] | None = None
         self._stack_fd = -1
 
@@ -79,6 +86,7 @@ class Watchdog:
             self._waiting.unlink(missing_ok=True)
         self._stack_fd = os.memfd_create("lockstep-stack")
         faulthandler.register(STACK_SIGNAL, file=self._stack_fd, all_threads=True)
+        self._end_staying()
         descriptors = (self._heartbeat_fd, self._stack_fd, self._calls_fd)
         paths = (self._report, self._calls, self._waiting)
         arguments = [os.getpid(), *descriptors, self._timeout_s, *paths, self._name]
@@ -92,14 +100,21 @@ class Watchdog:
 
     def __exit__(self, *_: object) -> None:
         if self._child is not None:
-            self._child.kill()
-            self._child.wait()
-            self._child = None
-            faulthandler.unregister(STACK_SIGNAL)
-            os.close(self._stack_fd)
+            Watchdog._staying, self._child = self._child, None
+            if not self._stays:
+                self._end_staying()
+                faulthandler.unregister(STACK_SIGNAL)
+                os.close(self._stack_fd)
             with contextlib.suppress(OSError):
                 self._waiting.unlink(missing_ok=True)
                 self._waiting.parent.rmdir()  # if it is empty
+
+    @staticmethod
+    def _end_staying() -> None:
+        if (child := Watchdog._staying) is not None:
+            Watchdog._staying = None
+            child.kill()
+            child.wait()
 
 
 def main(
