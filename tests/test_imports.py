@@ -68,6 +68,15 @@ def test_asking_for_help_imports_nothing_slow(tmp_path: Path, arguments: list[st
     }
 
 
+@pytest.mark.parametrize("arguments", [["runs"], ["diagnose", "run"], ["monitor", "--once"]])
+def test_looking_at_runs_does_not_import_torch(tmp_path: Path, arguments: list[str]) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text(
+        '{"task": "digits", "config_hash": "0123456789abcdef", "target": "digits"}'
+    )
+    assert not imported(tmp_path, COMMAND, *arguments) & {"torch", "numpy"}
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["recipes"], ["train", "-h"]])
 def test_commands_of_recipes_are_imported_when_asked_for(
     tmp_path: Path, arguments: list[str]

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from lockstep.comm import mailbox, shared_memory
+from lockstep.comm.calls import Traffic
 from lockstep.comm.mailbox import Mailbox, open_mailbox
-from lockstep.comm.transport import GroupBroken, LocalTransport, Traffic
+from lockstep.comm.transport import GroupBroken, LocalTransport
 
 SCRIPT = Path(__file__).parent / "launched" / "mailbox.py"
 

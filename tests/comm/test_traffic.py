@@ -9,7 +9,8 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from lockstep.comm.transport import LocalTransport, Traffic
+from lockstep.comm.calls import Traffic
+from lockstep.comm.transport import LocalTransport
 
 SCRIPT = Path(__file__).parent / "launched" / "traffic_counts.py"
 

@@ -1,4 +1,4 @@
-"""The newest calls of a rank's transport, in memory that another process can read.
+"""The newest calls of a rank's transport, in memory that others can read; and their counts.
 
 A ring of fixed size: a call costs less than a microsecond and no memory. What is in the memory is
 also the format of the files that are written of it (`lockstep.comm.call_records` reads them), since
@@ -241,3 +241,31 @@ def _in_short(ranks: Sequence[int]) -> list[int] | dict[str, list[int]]:
         if list(whole) == list(ranks):
             return {"range": [whole.start, whole.stop, whole.step]}
     return list(ranks)
+
+
+class Traffic:
+    """Counters of a transport and of its subgroups, since they were made.
+
+    Bytes are those that ranks hand to each other, whatever way the library takes: what this rank
+    gave to each of the others, and what it got from them.
+
+    Attributes:
+        num_calls: number of collectives, and of messages sent or received.
+        sent_bytes: bytes for others.
+        received_bytes: bytes from others.
+    """
+
+    __slots__ = ("num_calls", "received_bytes", "sent_bytes")
+
+    def __init__(self) -> None:
+        self.num_calls = self.sent_bytes = self.received_bytes = 0
+
+    def add(self, sent_bytes: int, received_bytes: int) -> None:
+        """Count in a call."""
+        self.num_calls += 1
+        self.add_shared(sent_bytes, received_bytes)
+
+    def add_shared(self, sent_bytes: int, received_bytes: int) -> None:
+        """Count in what others have read in this rank's memory, and it in theirs: no call."""
+        self.sent_bytes += sent_bytes
+        self.received_bytes += received_bytes

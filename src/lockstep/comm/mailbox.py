@@ -24,9 +24,9 @@ from time import monotonic_ns
 
 from torch import Tensor
 
-from lockstep.comm.calls import CallGroup
+from lockstep.comm.calls import CallGroup, Traffic
 from lockstep.comm.shared_memory import allocate, map_all
-from lockstep.comm.transport import GroupBroken, Traffic, Transport, offsets
+from lockstep.comm.transport import GroupBroken, Transport, offsets
 
 _WAIT, _WAKE = 0, 1
 _EVERYONE = 2**31 - 1

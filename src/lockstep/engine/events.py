@@ -311,3 +311,25 @@ class Finished(Event):
 
 Emit = Callable[[Event], None]
 """Takes an event; called on every rank."""
+
+
+class Backlog:
+    """Events that rank 0 may not have stored yet, on every rank, for any may become rank 0.
+
+    This one keeps none.
+    """
+
+    @property
+    def stored(self) -> int:
+        """Step up to whose events this process has stored all; -1 if it stores none."""
+        return -1
+
+    def keep_from(self, step: int) -> None:
+        """Learn that rank 0 has stored all events of the steps before this one."""
+
+    def rows(self) -> list[str]:
+        """What is kept, for a joining rank, each event as a line of JSON."""
+        return []
+
+    def take(self, rows: list[str]) -> None:
+        """Keep what another rank has kept."""

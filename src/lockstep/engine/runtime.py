@@ -18,7 +18,7 @@ import torch
 
 from lockstep import errors
 from lockstep.comm.transport import GroupBroken, Transport
-from lockstep.engine.events import Emit, Event
+from lockstep.engine.events import Backlog, Emit, Event
 from lockstep.engine.faults import At, nothing
 from lockstep.errors import EnvironError, LockstepError, RankFailure, TaskFailure, shared, shortened
 
@@ -98,28 +98,6 @@ class Heartbeat:
     def disarm(self) -> None:
         """Note that the session is over: no beats follow, and nothing is waited for."""
         self._memory[1] = self._memory[2] = 0
-
-
-class Backlog:
-    """Events that rank 0 may not have stored yet, on every rank, for any may become rank 0.
-
-    This one keeps none.
-    """
-
-    @property
-    def stored(self) -> int:
-        """Step up to whose events this process has stored all; -1 if it stores none."""
-        return -1
-
-    def keep_from(self, step: int) -> None:
-        """Learn that rank 0 has stored all events of the steps before this one."""
-
-    def rows(self) -> list[str]:
-        """What is kept, for a joining rank, each event as a line of JSON."""
-        return []
-
-    def take(self, rows: list[str]) -> None:
-        """Keep what another rank has kept."""
 
 
 T = TypeVar("T")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import os
 from contextlib import suppress
 from operator import sub
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from time import perf_counter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+from lockstep.comm.calls import Traffic
 
-from lockstep.comm.transport import Traffic
+if TYPE_CHECKING:
+    import torch
 
 _KIB = 1024
 """Bytes of the unit in which Linux counts memory."""
@@ -64,8 +64,8 @@ class UsageMeter:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._device, self._on_device = device or torch.device("cpu"), (0, 0, 0.0)
-        self._device_read_at = -_EVERY_S if self._device.type != "cpu" else math.inf
+        self._device = device if device is not None and device.type != "cpu" else None
+        self._on_device, self._device_read_at = (0, 0, 0.0), -_EVERY_S
         self._cores_s, self._read_at = 0.0, -_EVERY_S
         self._peak_bytes, self._swapped_bytes = _memory()
         # `ru_maxrss` of a process is that of the one that started it, if that was larger.
@@ -78,7 +78,7 @@ class UsageMeter:
     def read(self, is_exact: bool = True) -> Usage:
         """The counters as they are now, or, if not `is_exact`, as of some milliseconds ago."""
         now = perf_counter()
-        if is_exact and now - self._device_read_at >= _EVERY_S:
+        if self._device is not None and is_exact and now - self._device_read_at >= _EVERY_S:
             peak, retries, busy = _device_usage(self._device)
             # Whoever captures a CUDA graph measures a peak of its own.
             self._on_device = max(peak, self._on_device[0]), retries, busy
@@ -108,6 +108,8 @@ class UsageMeter:
 
 def _device_usage(device: torch.device) -> tuple[int, int, float]:
     """As the fields of `Usage`; waits for nothing that the device does."""
+    import torch  # which who only reads events does without
+
     stats, busy = dict[str, int](), 0.0
     with suppress(RuntimeError, AttributeError):  # a package's device need not say
         stats = torch.accelerator.memory_stats(device)

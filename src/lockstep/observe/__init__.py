@@ -23,6 +23,7 @@ from typing import Any
 
 from lockstep.config.parsing import parse_object
 from lockstep.engine.events import (
+    Backlog,
     Event,
     Failed,
     Finished,
@@ -32,7 +33,6 @@ from lockstep.engine.events import (
     StepDone,
     Warned,
 )
-from lockstep.engine.runtime import Backlog
 from lockstep.observe.showing.console import (
     ConsoleView,
     NotebookView,

@@ -19,7 +19,8 @@ from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.copies import LOGS, bring, catch_up, even_out, open_directories
 from lockstep.engine.checkpoint.format import Snapshot
-from lockstep.engine.checkpoint.owners import Owners, find_owners, on_owners, settle
+from lockstep.engine.checkpoint.listing import Owners
+from lockstep.engine.checkpoint.owners import find_owners, on_owners, settle
 from lockstep.engine.checkpoint.run_directory import Identity, RunDirectory
 from lockstep.engine.checkpoint.writer import prune
 from lockstep.engine.runtime import ON_DISK, Runtime

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.comm.transport import Traffic
+from lockstep.comm.calls import Traffic
 from lockstep.engine.step.sums import STOP_REASONS, Headers, header, num_values
 from lockstep.engine.timing import Stopwatch, Times
 

@@ -31,8 +31,6 @@ from lockstep.observe.reading.differences import (
 from lockstep.observe.reading.flight_recorder import missing, write_flight
 from lockstep.observe.reading.follow import read_run
 from lockstep.observe.reading.listing import Summary, summarise
-from lockstep.observe.reading.report.content import report_of
-from lockstep.observe.reading.report.page import as_html, as_markdown, write_pictures, write_text
 from lockstep.observe.storing.jsonl import dumps
 from lockstep.observe.text import printable
 
@@ -56,6 +54,15 @@ def report(
         DataError: a file cannot be written.
         ConfigError: matplotlib is not installed.
     """
+    # They import PyTorch, which takes a second, and `lockstep runs` and `diagnose` do without.
+    from lockstep.observe.reading.report.content import report_of
+    from lockstep.observe.reading.report.page import (
+        as_html,
+        as_markdown,
+        write_pictures,
+        write_text,
+    )
+
     run_dirs = [local_copy(run_dir) for run_dir in run_dirs]
     name = "report.md" if markdown else "report.html"
     path = output or (run_dirs[0] / name if len(run_dirs) == 1 else Path(name))

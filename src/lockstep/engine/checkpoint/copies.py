@@ -21,7 +21,8 @@ from lockstep.comm.transport import Transport
 from lockstep.config.files import open_to_read, sync_folder, temporary_beside
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
-from lockstep.engine.checkpoint.owners import Owners, find_owners, tried
+from lockstep.engine.checkpoint.listing import Owners
+from lockstep.engine.checkpoint.owners import find_owners, tried
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.checkpoint.share import Scattered, exhaust, gathered
 from lockstep.engine.checkpoint.tensor_files import Kind, sync, verify

@@ -1,17 +1,12 @@
-"""Who writes to which run directory, where hosts share no file system.
-
-Each host then has one of its own. It belongs to the first rank that sees it, its *owner*. All
-owners store what happens; the first `checkpoint.copies` of them are *savers*, which also write
-each checkpoint, from memory.
-"""
+"""Finding out who writes to which run directory, where hosts share no file system (`Owners`)."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,69 +14,11 @@ from lockstep.comm.shared_memory import hosts_of
 from lockstep.comm.transport import Transport
 from lockstep.config.files import create_beside
 from lockstep.engine.checkpoint import listing
+from lockstep.engine.checkpoint.listing import Owners
 from lockstep.engine.runtime import everywhere, on_first
 from lockstep.errors import LockstepError, RunDirectoryError, shared
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Owners:
-    """Which ranks write to which run directories; by default rank 0 to the one that there is.
-
-    Attributes:
-        ranks: the owner of each directory, rank 0 first.
-        copies: number of them that are to keep checkpoints.
-        of_rank: for each rank the owner of the directory that it sees; -1 where there is none.
-        hosts: name of the host of each rank.
-        problems: why some hosts have no directory.
-    """
-
-    ranks: tuple[int, ...] = (0,)
-    copies: int = 1
-    of_rank: tuple[int, ...] = ()
-    hosts: tuple[str, ...] = ()
-    problems: tuple[str, ...] = ()
-
-    @property
-    def savers(self) -> tuple[int, ...]:
-        """The ranks that write checkpoints."""
-        return self.ranks[: self.copies]
-
-    @property
-    def are_several(self) -> bool:
-        """Whether there is more than one run directory."""
-        return len(self.ranks) > 1
-
-    def of(self, rank: int) -> int:
-        """The owner of the directory that a rank sees; -1 if there is none."""
-        return self.of_rank[rank] if self.of_rank else 0
-
-    def names(self, ranks: Sequence[int]) -> str:
-        """The hosts of some ranks in words."""
-        return ", ".join(dict.fromkeys(self.hosts[rank] for rank in ranks))
-
-    def hint(self, run_dir: str) -> str:
-        """What a user should know about copies of checkpoints; empty if there is nothing."""
-        key = f"checkpoint.copies={self.copies}"
-        if self.are_several and self.copies == 1:
-            others = self.names(self.ranks[1:])
-            return (
-                f"{others}: does not see {run_dir} of {self.hosts[0]}, which alone keeps "
-                "checkpoints, and whose loss is theirs; set checkpoint.copies=2, or let all hosts "
-                "share the run directory"
-            )
-        if self.copies > len(self.ranks):
-            there = f"all ranks share {run_dir}, so each checkpoint is written once"
-            if self.are_several:
-                number, names = len(self.ranks), self.names(self.ranks)
-                there = f"only {number} hosts ({names}) have a run directory to keep checkpoints in"
-            return f"{key}: {there}; start on {self.copies} hosts with one each, or set fewer"
-        return ""
-
-
-FIRST = Owners()
-"""Rank 0 owns the directory that there is."""
 
 
 def find_owners(

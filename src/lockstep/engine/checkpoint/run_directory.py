@@ -20,8 +20,7 @@ from lockstep.config.files import leftovers, open_regular, read_text, replacing
 from lockstep.config.parsing import as_type, flattened, parse_object, parse_yaml, shown_apart
 from lockstep.engine.call_history import FlightFolder
 from lockstep.engine.checkpoint import listing
-from lockstep.engine.checkpoint.listing import IDENTITY, own_entries
-from lockstep.engine.checkpoint.owners import Owners
+from lockstep.engine.checkpoint.listing import IDENTITY, Owners, own_entries
 from lockstep.errors import RunDirectoryError, file_errors
 
 _COMMITTED = b'"event": "StepDone"'

@@ -29,7 +29,7 @@ from lockstep.comm.transport import GroupBroken, Transport, offsets
 from lockstep.config.files import read_text
 from lockstep.config.parsing import parse_object
 from lockstep.engine.checkpoint import format as checkpoint
-from lockstep.engine.checkpoint.owners import FIRST, Owners
+from lockstep.engine.checkpoint.listing import FIRST, Owners
 from lockstep.engine.checkpoint.tensor_files import Kind, Tensors, grouped, index_name, index_of
 
 ROUND_BYTES = 4 << 20

@@ -18,7 +18,7 @@ from lockstep.config import CheckpointConfig
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.format import Snapshot
-from lockstep.engine.checkpoint.owners import Owners
+from lockstep.engine.checkpoint.listing import Owners
 from lockstep.engine.checkpoint.share import Files, GivenUp, OwnShare, exhaust, meet, on_host
 from lockstep.engine.checkpoint.tensor_files import Tensors
 from lockstep.engine.events import Checkpointed, Emit, Warned

@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
-from lockstep.engine.checkpoint import format as checkpoint
-from lockstep.engine.checkpoint.format import TABLE
 from lockstep.engine.checkpoint.listing import SUFFIX, files_with, folders, step_of
-from lockstep.engine.passes.buffers import same_bits
 from lockstep.errors import CheckpointError
 from lockstep.observe import text
 from lockstep.observe.reading.history import History
 from lockstep.observe.reading.listing import Summary
 from lockstep.observe.step_costs import Measured
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def config_differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -166,7 +164,11 @@ def part_of_tensors(one: Path, other: Path) -> tuple[TensorParting | None, int]:
 
 
 def _part_of_step(one: Path, other: Path, last_equal: int | None) -> TensorParting | None:
-    pair = [checkpoint.read_manifest(folder)["files"] for folder in (one, other)]
+    # PyTorch is imported in a second, and the monitor and most reports compare no tensors.
+    from lockstep.engine.checkpoint.format import TABLE, read_manifest
+    from lockstep.engine.passes.buffers import same_bits
+
+    pair = [read_manifest(folder)["files"] for folder in (one, other)]
     first: TensorParting | None = None
     others = 0
     for file in _ORDER + tuple(sorted(n for n in pair[0] | pair[1] if n.startswith(TABLE))):
@@ -217,6 +219,8 @@ def _described(
     if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
         kinds = tuple("none" if t is None else f"{t.dtype} {list(t.shape)}" for t in pair)
         return TensorParting(step, file, name, 0, 0, (), (kinds[0], kinds[1]), 0, last_equal)
+    import torch
+
     width = one.element_size()
     bits = [t.contiguous().reshape(-1).view(torch.uint8).view(-1, width) for t in (one, other)]
     where = (bits[0] != bits[1]).any(1).nonzero()[:, 0]
