@@ -85,9 +85,9 @@ _OPAQUE = (types.ModuleType, types.CodeType)
 _OPAQUE_MODULES = frozenset({
     "threading", "_thread", "concurrent", "queue", "_queue", "multiprocessing", "_multiprocessing",
     "logging", "asyncio", "_asyncio", "weakref", "_weakref", "_weakrefset", "io", "_io", "socket",
-    "_socket", "selectors", "subprocess",
+    "_socket", "selectors", "subprocess", "_pytest",
 })  # fmt: skip
-"""Modules whose objects depend on time, or on messages of other ranks."""
+"""Modules whose objects depend on time, or on messages of other ranks; and pytest's marks."""
 
 
 def hidden_state(
@@ -197,6 +197,11 @@ class Walk:
             if type(value) is not tuple:
                 self.containers[path] = value
             return _children(value)
+        if type(value) is types.FunctionType:  # half of the rest, and few of them keep anything
+            if is_library(value.__module__):
+                return ()
+            self._seen[id(value)] = value
+            return _parts_of_function(value)
         if _is_opaque(value):
             return ()
         self._seen[id(value)] = value  # kept alive, so that no other object gets its id
@@ -283,16 +288,19 @@ def _children(value: object) -> Iterator[tuple[str, object]]:
         yield "", value.__func__
     elif isinstance(value, property):
         yield "", value.fget
-    elif isinstance(value, types.FunctionType):
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        yield from ((f".{name}", _content(cell)) for name, cell in cells)
-        if value.__defaults__ or value.__kwdefaults__:  # few have any
-            yield ".__defaults__", (value.__defaults__, value.__kwdefaults__)
-        yield from ((f".{name}", child) for name, child in vars(value).items())
     elif isinstance(value, type):
         yield from ((f".{name}", child) for name, child in own_attributes(value).items())
     else:
         yield from ((f".{name}", child) for name, child in _attributes(value).items())
+
+
+def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, object]]:
+    if function.__closure__:
+        cells = zip(function.__code__.co_freevars, function.__closure__, strict=True)
+        yield from ((f".{name}", _content(cell)) for name, cell in cells)
+    if function.__defaults__ or function.__kwdefaults__:
+        yield ".__defaults__", (function.__defaults__, function.__kwdefaults__)
+    yield from ((f".{name}", child) for name, child in vars(function).items())
 
 
 def _attributes(value: object) -> dict[str, object]:
