@@ -139,7 +139,7 @@ def test_with_copies_a_loss_costs_no_step(
 
 @pytest.mark.parametrize(
     ("more", "goes_back"),
-    [((BUDDY,), False), ((), True)],
+    [((BUDDY,), False), pytest.param((), True, marks=pytest.mark.slow)],
 )
 def test_losses_change_nothing(train_kind, alone, tmp_path, more, goes_back):
     """With copies the survivors go on, without they go back to the newest checkpoint."""

@@ -66,6 +66,7 @@ def test_two_ranks_get_what_one_gets(ranks, folder, alone):
     assert found == {name: alone[name] for name in names}
 
 
+@pytest.mark.slow
 def test_what_is_drawn_late_and_by_some_ranks_only_is_the_same(ranks, folder, few):
     names = ("late-draws", "late-draws-workers")
     found = printed(ranks("mpi", 2, SCRIPT, "whole", folder, *names))

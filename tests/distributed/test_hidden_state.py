@@ -55,6 +55,7 @@ def test_a_hook_that_ends_the_run_on_some_ranks_only_is_refused(train, when):
     refused(ended, "a hook ends the run on rank 1 ('enough') and on rank 0 for nothing")
 
 
+@pytest.mark.slow
 def test_caches_of_other_samples_on_each_rank_are_let_be(train, tmp_path):
     assert train("Caches", 1).returncode == 0
     ended = train("Caches", 3)

@@ -86,6 +86,7 @@ def test_configs_that_must_differ_do(alone):
     check_all_differ(alone)
 
 
+@pytest.mark.slow
 def test_a_few_configs_that_must_differ_do(few):
     check_all_differ(few)
 

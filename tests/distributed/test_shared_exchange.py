@@ -72,6 +72,7 @@ def test_messages_are_sent_if_asked_for(train, references):
     assert chosen(run_dir) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["mpi", slow("local")])
 @pytest.mark.parametrize("moment", ["summing", slow("copying"), slow("reduce"), slow("reduced")])
 @pytest.mark.parametrize("slot", [slow(0), 1])

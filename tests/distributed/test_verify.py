@@ -93,6 +93,7 @@ def test_different_names_step_and_parameter(lockstep):
     assert "first differ after step 2, in " in done.stdout
 
 
+@pytest.mark.slow
 def test_evaluations_that_depend_on_ranks_differ_though_the_parameters_do_not(lockstep):
     done = lockstep(
         "verify", target(), "--ranks", "1,2", "--launchers", "local", "evil=world", "steps=4",

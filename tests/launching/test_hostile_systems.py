@@ -17,6 +17,7 @@ def trained(tmp_path, setup, *arguments, wrapper=()):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_mpi_starts_without_home_temporary_folder_and_shared_memory(tmp_path):
     wrapper = ["unshare", "--mount"]
     mount = "mount -t tmpfs -o size=1m tmpfs /dev/shm"
@@ -36,6 +37,7 @@ def test_a_refusal_is_one_message_and_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_ranks_start_where_only_the_soft_limit_on_open_files_is_low(tmp_path):
     ended = trained(tmp_path, "ulimit -Sn 12", "-n", "2", "--launcher", "local")
     assert ended.returncode == 0, ended.stderr

@@ -133,6 +133,7 @@ def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return where
 
 
+@pytest.mark.slow
 def test_a_system_of_another_package_is_trained_reported_and_exported(
     lockstep: Callable[..., subprocess.CompletedProcess[str]], installed: Path, tmp_path: Path
 ) -> None:

@@ -62,6 +62,7 @@ def on_ranks(ranks, count, names, folder):
     return {row["name"]: row["sha256"] for row in rows}
 
 
+@pytest.mark.slow
 def test_two_ranks_have_the_bits_of_one(ranks, tmp_path):
     both = on_ranks(ranks, 2, ["CNN"], tmp_path / "2")
     assert both == {"CNN": trained("CNN", tmp_path / "1")[0].params_sha256}

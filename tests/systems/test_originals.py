@@ -431,6 +431,7 @@ def panther(state: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
     return torch.stack(terms).mean(0) / 2 + state[f"{name}.bias"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [(8, 8, 8), slow((32, 19, 12))], ids=["one rank", "ratios"])
 def test_perceptrons_of_panther(here: Any, tmp_path: Path, ranks: tuple[int, ...]) -> None:
     state = panther_state((64, 32, 16, 10), ranks, 2)

@@ -307,4 +307,7 @@ class TrainConfig(Section):
 
     def to_yaml(self) -> str:
         """All keys with their values, as YAML that `load` reads back."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        # The emitter in C, where PyYAML has it, writes the same text in a quarter of the time.
+        dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+        text: str = yaml.dump(self.model_dump(mode="json"), Dumper=dumper, sort_keys=False)
+        return text

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABCMeta
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -176,12 +176,28 @@ def is_scratch(task: Task, path: str) -> bool:
     Raises:
         TaskError: `scratch` is not a tuple of strings.
     """
-    return is_part_of(path, _texts(task, "scratch", "paths", "task.calls"))
+    return is_part_of(path, scratch_paths(task))
+
+
+def scratch_paths(task: Task) -> tuple[str, ...]:
+    """The values, and wholes with values, that may change between steps, as the task declares.
+
+    Raises:
+        TaskError: `scratch` is not a tuple of strings.
+    """
+    return _texts(task, "scratch", "paths", "task.calls")
 
 
 def is_part_of(path: str, wholes: Iterable[str]) -> bool:
     """Whether a path is one of some others, or lies below one of them."""
     return any(path == one or path.startswith((f"{one}.", f"{one}[", f"{one}!")) for one in wholes)
+
+
+def outside(texts: Mapping[str, str], wholes: Iterable[str]) -> dict[str, str]:
+    """Those of some texts by path that are not a part of any of some other paths."""
+    names = {*wholes}
+    below = tuple(f"{name}{sign}" for name in names for sign in ".[!")
+    return {p: text for p, text in texts.items() if p not in names and not p.startswith(below)}
 
 
 def data_buffers(task: Task, model: nn.Module) -> set[str]:

@@ -516,6 +516,7 @@ ls.main(Leaves(), Leaves.Config(log_every=1), run_dir=sys.argv[1])
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_while_others_wait_for_it(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()

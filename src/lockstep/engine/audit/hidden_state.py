@@ -72,6 +72,7 @@ _STATEFUL = (
     *MEMORY, *STREAMS, *GENERATORS,
 )  # fmt: skip
 """Types of a script's global variables that are looked at, beside objects of its classes."""
+_STATEFUL_TYPES = frozenset(_STATEFUL)
 _OF_ENGINE = (
     "lockstep.comm.", "lockstep.parallel.", "lockstep.engine.", "lockstep.observe.",
     "lockstep.nn.module_row", "lockstep.nn.row_trace",
@@ -145,7 +146,11 @@ def module_globals(
 
 
 def _may_hold_state(value: object, modules: Mapping[str, object]) -> bool:
-    kind = value if isinstance(value, type) else type(value)
+    kind = type(value)
+    if kind in _STATEFUL_TYPES:  # most of them
+        return True
+    if isinstance(value, type):
+        return value.__module__ in modules
     return isinstance(value, _STATEFUL) or kind.__module__ in modules or has_text(value)
 
 
@@ -223,7 +228,7 @@ class Walk:
 
 
 def _is_opaque(value: object) -> bool:
-    if isinstance(value, _OPAQUE) or is_global(value):
+    if isinstance(value, _OPAQUE) or (isinstance(value, GENERATORS) and is_global(value)):
         return True
     if isinstance(value, (type, types.FunctionType)):
         return is_library(value.__module__)

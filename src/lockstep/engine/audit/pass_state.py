@@ -30,7 +30,7 @@ from lockstep.engine.audit.hidden_state import KEYS, Walk, hidden_state, module_
 from lockstep.engine.audit.lasting_values import Caches
 from lockstep.engine.audit.reachable import MOST_BYTES, modules_around
 from lockstep.engine.snapshot.task_state import TaskState
-from lockstep.engine.task_config import is_part_of, is_scratch
+from lockstep.engine.task_config import is_part_of, is_scratch, outside, scratch_paths
 from lockstep.errors import TaskError, shared
 
 _SETTINGS = ("torch.get_default_dtype()", "torch.get_num_threads()", "torch.is_grad_enabled()")
@@ -216,12 +216,7 @@ class PassState:
         texts = hidden_state(roots, [*self._streams, *without], most_bytes)
         if with_environment:
             texts |= {f"os.environ[{name!r}]": value for name, value in os.environ.items()}
-        known = [*self.free, *self.guard.paths]
-        texts = {
-            path: text
-            for path, text in texts.items()
-            if not is_part_of(path, known) and not self.is_scratch(path)
-        }
+        texts = outside(texts, (*self.free, *self.guard.paths, *scratch_paths(self._task)))
         self._look_s = perf_counter() - began
         self._spent += 0.0 if self._is_free else self._look_s
         return texts

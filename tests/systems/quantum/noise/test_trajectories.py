@@ -201,6 +201,7 @@ def test_a_task_of_trajectories_has_one_result(lockstep) -> None:
     assert "one SHA-256" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_task_of_trajectories_has_one_result_on_two_ranks(lockstep) -> None:
     done = lockstep("verify", TASK, "--ranks", "1,2", "--launchers", "python", "steps=2")
     assert done.returncode == 0, done.stdout + done.stderr
