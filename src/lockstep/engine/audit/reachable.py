@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import ctypes
 import dis
+import functools
 import hashlib
 import io
 import itertools
@@ -260,8 +261,9 @@ def modules_around(kinds: Iterable[type], with_folders: bool = True) -> dict[str
     """
     found = {n: sys.modules[n] for n in sorted({k.__module__ for k in kinds}) if _is_of_user(n)}
     if with_folders:
-        folders = {_folder(module) for module in found.values()}
-        found |= {n: m for n, m in list(sys.modules.items()) if found and _folder(m) in folders}
+        by_folder = _names_by_folder(len(sys.modules), next(reversed(sys.modules)))
+        beside = {n for m in found.values() for n in by_folder.get(_folder(m), ())}
+        found |= {n: sys.modules[n] for n in sorted(beside & sys.modules.keys())}
     waiting = [*found]
     for name in waiting:  # which grows: the nearest first
         homes = {_home(value) for value in list(vars(found[name]).values())} - {*found}
@@ -283,9 +285,17 @@ def _is_of_user(name: str) -> bool:
     return folder is not None and "-packages" not in folder
 
 
+@functools.lru_cache(maxsize=1)  # there are thousands, and they are asked for at each start
+def _names_by_folder(_count: int, _newest: str) -> Mapping[str | None, list[str]]:
+    """Names of all loaded modules, as long as there are so many and the newest is this one."""
+    names: dict[str | None, list[str]] = {}
+    for name, module in list(sys.modules.items()):
+        names.setdefault(_folder(module), []).append(name)
+    return names
+
+
 def _folder(module: object) -> str | None:
     file = getattr(module, "__dict__", {}).get("__file__")
-    # Of thousands of modules, again and again: `os.path.dirname` takes ten times as long.
     return file.rpartition(os.sep)[0] if isinstance(file, str) else None
 
 
