@@ -47,9 +47,11 @@ _STARTING, _ONE_PROCESS = {"lockstep", "ranks"}, "here"
 
 
 def pytest_configure():
-    """Have Ctrl-C do what tests of it expect; a shell ignores it for `make test &`."""
+    """Have signals do what tests expect: a shell ignores one for `make test &`, nohup another."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     gc.disable()  # while modules and tests come, which all stay (`pytest_runtestloop`)
 
 
