@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import lockstep as ls
 from lockstep.engine.checkpoint.format import read_model
 from lockstep.launching import foreign_files
-from lockstep.launching.systems import ReadsOriginals, System
+from lockstep.launching.systems import ReadsOriginals, System, readers_of_originals
 from lockstep.systems.hrm import SYSTEM as HRM
 from lockstep.systems.hrm.config import HrmConfig
 from lockstep.systems.quantum import SYSTEM as QUANTUM
@@ -595,6 +595,8 @@ def test_of_a_large_file_that_nobody_knows_names_are_read_and_no_tensors(
     )
     file = foreign_files.ForeignFile(path)
     assert file.described() == "tensors net/a, net/b"
+    assert [reader(file) for reader in readers_of_originals()] == [None] * 4
+    assert ("net/a" in file.tensors, "net" in file.tensors) == (True, False)
     assert (file.values["epoch"], len(file.tensors), asked) == (7, 2, [("names",)])
     assert torch.equal(file.tensors["net/a"], torch.ones(3))
     assert asked == [("names",), ()]
