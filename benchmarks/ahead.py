@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from lab.network import Lab
 from lab.ranks import Launcher, start_ranks
-from page import Section, command, duration, page, ratio, write
+from page import Section, command, duration, publish, ratio
 from processes import HERE, Spread
 from run import DOCS, machine
 
@@ -37,11 +37,7 @@ def main() -> None:
         gradients(rounds, args.quick),
         parameters(rounds, args.quick),
     ]
-    text = page("Messages during computing", facts, sections)
-    if args.quick:
-        print(text)
-        return
-    write(DOCS, "ahead", text, facts, sections)
+    publish(None if args.quick else DOCS, "ahead", "Messages during computing", facts, sections)
 
 
 class Sizes(NamedTuple):

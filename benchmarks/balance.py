@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.observe import read_events, read_result
-from page import Section, command, page, ratio, write
+from page import Section, command, publish, ratio
 from processes import HERE, Spread
 from run import DOCS, machine
 from slowed_task import SLOWED
@@ -50,11 +50,7 @@ def main() -> None:
     facts = machine(("torch", "mpi4py")) | {"command": command("balance")}
     with tempfile.TemporaryDirectory() as name:
         section = _section(rounds, steps, Path(name))
-    text = page("Balance", facts, [section])
-    if args.quick:
-        print(text)
-        return
-    write(DOCS, "balance", text, facts, [section])
+    publish(None if args.quick else DOCS, "balance", "Balance", facts, [section])
 
 
 def _section(rounds: int, steps: int, folder: Path) -> Section:

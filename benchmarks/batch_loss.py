@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import statistics
 
-from page import Section, command, duration, number, page, ratio, write
+from page import Section, command, duration, number, publish, ratio
 from processes import Program, Result, Spread, alternate
 from run import DOCS, machine
 
@@ -27,11 +27,9 @@ def main() -> None:
     facts = machine(("torch", "mpi4py"))
     facts["command"] = command("batch_loss")
     section = measured(args.quick, 1 if args.quick else args.rounds)
-    text = page("Losses over the whole batch", facts, [section])
-    if args.quick:
-        print(text)
-        return
-    write(DOCS, "batch-loss", text, facts, [section])
+    publish(
+        None if args.quick else DOCS, "batch-loss", "Losses over the whole batch", facts, [section]
+    )
 
 
 def measured(quick: bool, rounds: int) -> Section:

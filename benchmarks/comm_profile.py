@@ -13,7 +13,7 @@ from typing import Literal
 
 from lockstep.planning.operations import parse_sizes, size_text
 from lockstep.planning.profile import Layer, from_json
-from page import Section, command, duration, page, ratio, write
+from page import Section, command, duration, publish, ratio
 from processes import Program, Result, Spread, alternate
 from run import DOCS, machine
 
@@ -73,11 +73,7 @@ def main() -> None:
         facts["note"] = "the machine was busy: to be made again when it is quiet"
     overs: tuple[Over, ...] = ("mpi", "gloo")
     sections = [compared(over, sizes, rounds, seconds) for over in overs]
-    text = page("Communication", facts, sections)
-    if args.quick:
-        print(text)
-        return
-    write(DOCS, "comm-profile", text, facts, sections)
+    publish(None if args.quick else DOCS, "comm-profile", "Communication", facts, sections)
 
 
 def compared(over: Over, sizes: tuple[int, ...], rounds: int, seconds: float) -> Section:

@@ -23,7 +23,7 @@ from lab.network import Lab
 from lab.ranks import start_ranks
 from lockstep.launching.host.processes import usable_cores
 from lockstep.observe import read_events, read_result
-from page import Section, command, page, ratio, write
+from page import Section, command, publish, ratio
 from processes import Spread
 from run import DOCS, machine
 
@@ -73,11 +73,13 @@ def main() -> None:
         for case in cases:
             if case.timed_steps and not args.without_lab:
                 sections.append(_section_of_steps(case, learnt[case.name], rounds, folder))
-    text = page("Compression", facts, sections)
-    if args.quick or args.without_lab or args.only:
-        print(text)
-        return
-    write(DOCS, "compression", text, facts, sections)
+    publish(
+        None if args.quick or args.without_lab or args.only else DOCS,
+        "compression",
+        "Compression",
+        facts,
+        sections,
+    )
 
 
 def _section_of_results(cases: Sequence[Case], learnt: Mapping[str, Found]) -> Section:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from lockstep.engine.faults import PlannedFault, to_env
 from lockstep.launching.host.processes import usable_cores
-from page import Section, command, page, write
+from page import Section, command, publish
 from run import DOCS, machine
 
 TASK = f"{Path(__file__).with_name('diagnosis_task.py')}:Ill"
@@ -109,11 +109,14 @@ def main() -> None:
     cases = [case for case in CASES if args.only in (None, case.name)]
     first, *others = args.launchers.split(",")
     sections = [scoreboard(cases, first), *(scoreboard(cases, each, True) for each in others)]
-    text = page("Diagnosis", facts, sections, "Each run is made once, one after the other.")
-    if args.only:
-        print(text)
-        return
-    write(DOCS, "diagnosis", text, facts, sections)
+    publish(
+        None if args.only else DOCS,
+        "diagnosis",
+        "Diagnosis",
+        facts,
+        sections,
+        "Each run is made once, one after the other.",
+    )
 
 
 def scoreboard(cases: list[Case], launcher: str, only_wrong: bool = False) -> Section:

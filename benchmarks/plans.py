@@ -27,7 +27,7 @@ from lockstep.planning.operations import size_text
 from lockstep.planning.plan import Plan, make_plan, read_plan
 from lockstep.planning.prediction import Layout, Prediction, predict
 from lockstep.planning.profile import read_profile
-from page import Section, command, page, write
+from page import Section, command, publish
 from run import DOCS, machine
 
 TASK = f"{Path(__file__).with_name('diagnosis_task.py')}:Ill"
@@ -123,11 +123,7 @@ def main() -> None:
         facts["command"] = there["facts"]["command"]
     pairs = [pair for case in cases for pair in _pairs(case, shapes)]
     sections = [section_of([*_kept(there, {case.name for case in cases}), *pairs])]
-    text = page("Plans", facts, sections)
-    if args.print:
-        print(text)
-        return
-    write(DOCS, "plans", text, facts, sections)
+    publish(None if args.print else DOCS, "plans", "Plans", facts, sections)
 
 
 def _there() -> dict[str, Any]:

@@ -9,7 +9,7 @@ import argparse
 import csv
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from lockstep.systems.quantum.simulation.measure import PauliSum
 from lockstep.systems.quantum.simulation.statevector import Simulator
 from lockstep.systems.quantum.task import Quantum
 from lockstep.systems.quantum.transformer.amplitudes import loss
-from page import Section, command, duration, page, ratio, write
+from page import Section, command, duration, publish, ratio
 from peers.lightning_circuits import gradient as lightning
 from processes import HERE, Program, Spread, alternate
 from run import DOCS, machine
@@ -61,11 +61,11 @@ def main() -> None:
     }
     assert tuple(works) == CASES
     sections = [works[name]() for name in args.only or CASES]
-    text = written(facts, sections)
-    if args.quick or args.only:
-        print(text)
-        return
-    write(DOCS, "quantum", text, facts, sections)
+    folder = None if args.quick or args.only else DOCS
+    publish(folder, "quantum", "Benchmarks of the quantum simulator", facts, sections, METHOD)
+
+
+METHOD = "All in one process with one thread."
 
 
 def sentences(rounds: int) -> Section:
@@ -236,11 +236,6 @@ def step_s(num_ranks: int, target: str, keys: Sequence[str], steps: int, folder:
         rows = [row for row in csv.DictReader(file) if row["split"] == "train"]
     busy = ("compute_s", "communication_s", "data_s", "checkpoint_s")
     return statistics.median(sum(float(row[key]) for key in busy) / num_ranks for row in rows[2:])
-
-
-def written(facts: Mapping[str, str], sections: list[Section]) -> str:
-    method = "All in one process with one thread."
-    return page("Benchmarks of the quantum simulator", facts, sections, method)
 
 
 if __name__ == "__main__":

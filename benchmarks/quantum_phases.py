@@ -23,7 +23,7 @@ from sklearn.neural_network import MLPClassifier
 from sklearn.svm import SVC
 
 import lockstep as ls
-from page import Section, around, command, page, write
+from page import Section, around, command, publish
 from processes import HERE
 from run import DOCS, machine
 
@@ -53,11 +53,9 @@ def main() -> None:
                 found.setdefault(name, {}).setdefault(model, []).append(score)
             print(f"seed {seed}, {name}: {scores}", flush=True)
     sections = [section(found)]
-    text = page("Phases of spin chains", facts, sections)
-    if args.quick:
-        print(text)
-        return
-    write(DOCS, "quantum-phases", text, facts, sections)
+    publish(
+        None if args.quick else DOCS, "quantum-phases", "Phases of spin chains", facts, sections
+    )
 
 
 def accuracies(num_train: int, shots: int, seed: int, steps: int) -> dict[str, float]:

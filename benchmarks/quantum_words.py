@@ -21,7 +21,7 @@ from lockstep.observe.baselines import MODEL
 from lockstep.systems.quantum.baselines import NETWORKS, Score
 from lockstep.systems.quantum.config import QuantumConfig
 from lockstep.systems.quantum.task import Quantum
-from page import Section, command, page, write
+from page import Section, command, publish
 from processes import HERE, Spread
 from run import DOCS, machine
 
@@ -57,11 +57,14 @@ def main() -> None:
             seconds.setdefault(name, []).append(time.process_time() - started)
             print(f"seed {seed}, {name}: {found[name][-1]}", flush=True)
     sections = [section(found, seconds)]
-    text = page("What the quantum transformer learns", facts, sections, METHOD)
-    if args.quick:
-        print(text)
-        return
-    write(DOCS, "quantum-words", text, facts, sections)
+    publish(
+        None if args.quick else DOCS,
+        "quantum-words",
+        "What the quantum transformer learns",
+        facts,
+        sections,
+        METHOD,
+    )
 
 
 def scores(keys: dict[str, Any], name: str) -> dict[str, Score]:

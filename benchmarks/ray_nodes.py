@@ -23,7 +23,7 @@ from typing import Any
 
 from lockstep.launching.host.processes import variable
 from lockstep.launching.job.commands import rank_environment
-from page import Section, command, duration, page, write
+from page import Section, command, duration, publish
 from processes import HERE, Spread
 from run import DOCS, machine
 
@@ -218,11 +218,9 @@ def main() -> None:
     finally:
         cluster.close()
     section = section_of(found)
-    text = page("A lost node of a Ray cluster", facts, [section])
-    if args.quick:
-        print(text)
-        return
-    write(DOCS, "ray_nodes", text, facts, [section])
+    publish(
+        None if args.quick else DOCS, "ray_nodes", "A lost node of a Ray cluster", facts, [section]
+    )
 
 
 def section_of(found: dict[str, list[Loss]]) -> Section:

@@ -14,7 +14,7 @@ from pathlib import Path
 from cases import CASES
 from comparing import Effort
 from machine import machine
-from page import command, page, write
+from page import command, publish
 from processes import HERE
 
 DOCS = HERE.parent / "docs" / "benchmarks"
@@ -57,12 +57,9 @@ def make(name: str, cases: Sequence[str], effort: Effort, folder: Path | None) -
     facts["command"] = command("run")
     if effort.quick:
         facts["quick"] = "yes: these numbers mean nothing"
-    text = page(TITLES[name], facts, sections)
-    if folder is None:
-        print(text)
-        return
-    write(folder, name, text, facts, sections)
-    print(f"written to {folder}", file=sys.stderr)
+    publish(folder, name, TITLES[name], facts, sections)
+    if folder is not None:
+        print(f"written to {folder}", file=sys.stderr)
 
 
 if __name__ == "__main__":

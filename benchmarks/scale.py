@@ -25,7 +25,7 @@ from lockstep.comm.ahead import FEW_RANKS
 from lockstep.engine.faults import PlannedFault, to_env
 from lockstep.launching.job.commands import rank_environment
 from lockstep.observe import read_events, read_result
-from page import Section, command, page, write
+from page import Section, command, publish
 from run import DOCS, machine
 from simulated import (
     ITEM_BYTES,
@@ -63,11 +63,7 @@ def main() -> None:
         _simulated(SIMULATED[:2] if args.quick else SIMULATED),
         _large(),
     ]
-    text = page("Scale", facts, sections, _METHOD)
-    if args.quick:
-        print(text)
-        return
-    write(DOCS, "scale", text, facts, sections)
+    publish(None if args.quick else DOCS, "scale", "Scale", facts, sections, _METHOD)
 
 
 def _measured(sizes: Sequence[int]) -> Section:

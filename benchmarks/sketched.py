@@ -19,7 +19,7 @@ from torch import nn
 from lockstep.config import override
 from lockstep.sketch import SKLinear, cqrrpt, rsvd
 from lockstep.systems.sketched.task import Sketched, SketchedConfig
-from page import Section, command, page, write
+from page import Section, command, publish
 from run import DOCS, machine
 from sketched_layers import attention_works, fastest, linear_works
 
@@ -53,11 +53,11 @@ def main() -> None:
     for name in args.only or CASES:
         print(name, file=sys.stderr)
         sections.append(works[name]())
-    text = written(facts, sections)
-    if quick or args.only:
-        print(text)
-        return
-    write(DOCS, "sketched", text, facts, sections)
+    folder = None if quick or args.only else DOCS
+    publish(folder, "sketched", "Benchmarks of sketched layers", facts, sections, METHOD)
+
+
+METHOD = "All in one process with one thread. A time is the least CPU time of all rounds."
 
 
 def speed(widths: tuple[int, ...], rounds: int) -> Section:
@@ -275,11 +275,6 @@ def training(seeds: int, epochs: int) -> Section:
 
 def shown(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
-
-
-def written(facts: dict[str, str], sections: list[Section]) -> str:
-    method = "All in one process with one thread. A time is the least CPU time of all rounds."
-    return page("Benchmarks of sketched layers", facts, sections, method)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from lockstep.data.images import embedded_digits, read_labelled
 from lockstep.sketch import SKLinear
 from lockstep.systems.sketched.networks import largest, mlp, narrower, of_low_rank
 from lockstep.systems.sketched.task import SketchedConfig
-from page import Section, around, page, write
+from page import Section, around, publish
 from run import DOCS, machine
 from sketched_layers import fastest
 
@@ -63,11 +63,14 @@ def main() -> None:
         for title, data, hidden, ranks, epochs in cases
     ]
     sections.append(crossover((256,) if quick else (256, 1024, 4096), 1 if quick else 3))
-    text = page("Sketched networks: accuracy, parameters, time", facts, sections, METHOD)
-    if quick:
-        print(text)
-        return
-    write(DOCS, "sketched-accuracy", text, facts, sections)
+    publish(
+        None if quick else DOCS,
+        "sketched-accuracy",
+        "Sketched networks: accuracy, parameters, time",
+        facts,
+        sections,
+        METHOD,
+    )
 
 
 METHOD = (

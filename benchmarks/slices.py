@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import statistics
 
-from page import Section, command, duration, page, ratio, write
+from page import Section, command, duration, publish, ratio
 from processes import Program, Result, Spread, alternate
 from run import DOCS, machine
 
@@ -24,11 +24,7 @@ def main() -> None:
     facts = machine(("torch",))
     facts["command"] = command("slices")
     section = measured(args.quick, 1 if args.quick else args.rounds)
-    text = page("Sharded parameters", facts, [section])
-    if args.quick:
-        print(text)
-        return
-    write(DOCS, "slices", text, facts, [section])
+    publish(None if args.quick else DOCS, "slices", "Sharded parameters", facts, [section])
 
 
 def measured(quick: bool, rounds: int) -> Section:

@@ -17,7 +17,7 @@ from pathlib import Path
 from lockstep.launching.host.processes import usable_cores
 from lockstep.launching.job.commands import mpirun_command, rank_environment
 from lockstep.observe import read_events
-from page import Section, command, duration, page, write
+from page import Section, command, duration, publish
 from processes import Spread
 from run import DOCS, machine
 
@@ -34,11 +34,7 @@ def main() -> None:
     args = parser.parse_args()
     facts = machine(("torch", "mpi4py")) | {"command": command("starts")}
     sections = [_commands(args.rounds), _trainings(args.rounds)]
-    text = page("Starts", facts, sections)
-    if args.print:
-        print(text)
-        return
-    write(DOCS, "starts", text, facts, sections)
+    publish(None if args.print else DOCS, "starts", "Starts", facts, sections)
 
 
 def _commands(rounds: int) -> Section:

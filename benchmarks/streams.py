@@ -10,7 +10,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from page import Section, command, number, page, ratio, write
+from page import Section, command, number, publish, ratio
 from peers.json_lines import BATCH, FEATURES, LINES, MICROBATCHES, NUM_FILES, WARMUP, written
 from processes import Program, Result, Spread, alternate
 from run import DOCS, machine
@@ -26,11 +26,7 @@ def main() -> None:
     facts = machine(("torch", "datasets", "mpi4py")) | {"command": command("streams")}
     with tempfile.TemporaryDirectory() as folder:
         sections = [measured(Path(folder), 1 if args.quick else args.rounds)]
-    text = page("Streams in parts", facts, sections)
-    if args.quick:
-        print(text)
-        return
-    write(DOCS, "streams", text, facts, sections)
+    publish(None if args.quick else DOCS, "streams", "Streams in parts", facts, sections)
 
 
 def measured(folder: Path, rounds: int) -> Section:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import statistics
 
-from page import Section, command, duration, page, ratio, write
+from page import Section, command, duration, publish, ratio
 from processes import Program, Result, Spread, alternate
 from run import DOCS, machine
 from table_steps import BATCH, DIM
@@ -26,11 +26,7 @@ def main() -> None:
     facts["command"] = command("tables")
     rounds = 1 if args.quick else args.rounds
     sections = [sizes(args.quick, rounds), peers(args.quick, rounds)]
-    text = page("Tables of rows", facts, sections)
-    if args.quick:
-        print(text)
-        return
-    write(DOCS, "tables", text, facts, sections)
+    publish(None if args.quick else DOCS, "tables", "Tables of rows", facts, sections)
 
 
 def arguments(rows: int, quick: bool, *more: str) -> tuple[str, ...]:

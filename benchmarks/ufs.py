@@ -12,7 +12,7 @@ from pathlib import Path
 
 from comparing import Effort
 from lockstep.launching.host.processes import usable_cores
-from page import Section, command, duration, number, page, ratio, write
+from page import Section, command, duration, number, publish, ratio
 from processes import Program, Spread, alternate
 from run import DOCS, machine
 
@@ -214,15 +214,9 @@ def main() -> None:
     for name in args.only or CASES:
         sections.append(CASES[name](Effort(args.quick)))
         facts["took"] = f"{time.perf_counter() - started:.0f} s"
-        if folder is not None:
-            # What there is, should a later one fail.
-            write(folder, "ufs", _page(facts, sections), facts, sections)
-    if folder is None:
-        print(_page(facts, sections))
-
-
-def _page(facts: dict[str, str], sections: list[Section]) -> str:
-    return page("Benchmarks of the sea-ice emulator", facts, sections)
+        if folder is not None or len(sections) == len(args.only or CASES):
+            # Written after each case: what there is, should a later one fail.
+            publish(folder, "ufs", "Benchmarks of the sea-ice emulator", facts, sections)
 
 
 if __name__ == "__main__":

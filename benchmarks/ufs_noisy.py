@@ -32,7 +32,7 @@ from lockstep.systems.ufs.report.scores import (
 from lockstep.systems.ufs.report.skill import Period, climatology, persistence
 from lockstep.systems.ufs.synthetic import LAWS, write_history
 from lockstep.systems.ufs.task import Ufs
-from page import Section, around, command, page, write
+from page import Section, around, command, publish
 from run import DOCS, machine
 
 GRID, MONTHS = (45, 90), 48
@@ -58,11 +58,14 @@ def main() -> None:
             found.append(of_one_seed(Path(folder), seed, 3 if args.quick else 60))
         print(f"seed {seed}: {found[-1]}", flush=True)
     sections = [errors(found), coverage(found), jacobians(found)]
-    text = page("The emulator in the noisy world", facts, sections, METHOD)
-    if args.quick:
-        print(text)
-        return
-    write(DOCS, "ufs-noisy", text, facts, sections)
+    publish(
+        None if args.quick else DOCS,
+        "ufs-noisy",
+        "The emulator in the noisy world",
+        facts,
+        sections,
+        METHOD,
+    )
 
 
 def of_one_seed(folder: Path, seed: int, epochs: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from lockstep.launching.job.commands import rank_environment
 from lockstep.observe import event_from_row
 from lockstep.observe.storing.jsonl import EventsJsonl
 from lockstep.observe.storing.metrics_csv import MetricsCsv
-from page import Section, command, duration, page, write
+from page import Section, command, duration, publish
 from processes import Spread
 from run import DOCS, machine
 from watchers import exporter, screen, web_page
@@ -78,11 +78,7 @@ def main() -> None:
     facts["command"] = command("watched")
     with tempfile.TemporaryDirectory() as folder:
         sections = [being_watched(Path(folder), rounds, steps, cores), events(Path(folder))]
-    text = page("Being watched", facts, sections)
-    if args.quick:
-        print(text)
-        return
-    write(DOCS, "watched", text, facts, sections)
+    publish(None if args.quick else DOCS, "watched", "Being watched", facts, sections)
 
 
 def being_watched(folder: Path, rounds: int, steps: int, cores: Cores) -> Section:

@@ -192,6 +192,10 @@ class CountedOverBatch(Counting, batch_loss_tasks.Redundancy):
     """Copies a matrix to the device itself."""
 
 
+class CountedSearch(Counting, batch_loss_tasks.Searched):
+    """Gathers outputs in each of the passes of a search."""
+
+
 class CountedTables(Counting, table_tasks.Plain):
     """Looks rows up."""
 

@@ -30,7 +30,7 @@ from lockstep.launching.host.line import Terms
 from lockstep.launching.host.processes import children, is_alive
 from lockstep.launching.job import ray_node
 from lockstep.launching.job.ray_cluster import layout
-from lockstep.launching.job.ray_node import Node, Work, check_ray
+from lockstep.launching.job.ray_node import Node, Work, check_ray, variables_of_ranks
 from lockstep.launching.start import (
     TRAIN_LAUNCHERS,
     RayCluster,
@@ -92,6 +92,13 @@ def test_the_agent_on_a_node_knows_the_secret_of_the_run_which_no_command_line_s
             line.sendall(b'{"refused": "no"}\n')
             code, text = ran.result(20)
     assert (code, "the agent there has another run: no" in text) == (2, True)
+
+
+def test_ranks_on_a_cluster_do_not_get_the_secret_of_agents(monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_AGENTS_TOKEN", "sesame")
+    monkeypatch.setenv("LOCKSTEP_OTHER", "1")
+    assert variables_of_ranks("LOCKSTEP_STOP").items() >= {("LOCKSTEP_OTHER", "1")}
+    assert "sesame" not in variables_of_ranks("LOCKSTEP_STOP").values()
 
 
 def test_without_ray_the_message_says_what_to_install(monkeypatch):

@@ -12,6 +12,7 @@ from sample_events import checkpointed, evaluated, full_disk, rank_times, run_st
 
 from lockstep.engine.events import Evaluated, Event
 from lockstep.errors import RunDirectoryError
+from lockstep.observe.sink import RowsLeftOut
 from lockstep.observe.storing.metrics_csv import COLUMNS, MetricsCsv
 
 
@@ -151,6 +152,23 @@ def test_rows_are_removed_all_at_once_and_none_is_written_before(tmp_path: Path)
     sink.close()
     table = [(row["step"], float(row["loss"])) for row in rows(path)]
     assert table == [*((str(step), 1 / 3) for step in range(1, 16)), ("16", 5.0), ("19", 6.0)]
+
+
+def test_closing_writes_all_that_waits_behind_a_gap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.csv"
+    sink = MetricsCsv(path)
+    sink(step_done(1))
+    monkeypatch.setattr("lockstep.observe.storing.files.MOST_WAITING", 150)
+    late = {"late": 1.0}
+    with full_disk(path.stat().st_size):
+        for event in (*map(step_done, (2, 3)), *(step_done(n, metrics=late) for n in (4, 5))):
+            with pytest.raises(OSError, match="File too large"):
+                sink(event)
+    with pytest.raises(RowsLeftOut, match="lacks 1 row, for"):
+        sink.close()
+    assert [row["step"] for row in rows(path)] == ["1", "2", "4", "5"]
 
 
 def test_rows_that_wait_for_room_are_removed_as_well(tmp_path: Path) -> None:

@@ -55,6 +55,21 @@ def test_steps_done_again_after_a_resume_are_there_once(tmp_path: Path) -> None:
     assert scalars(tmp_path)["train/loss"] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
 
 
+def test_a_resume_on_a_full_disk_hides_later_steps_too(tmp_path: Path) -> None:
+    sink = TensorBoard(tmp_path)
+    sink(run_started())
+    for step in (1, 2, 3):
+        sink(step_done(step, loss=1.0))
+    with full_disk(next(tmp_path.iterdir()).stat().st_size + 50):
+        with pytest.raises(OSError, match="File too large"):
+            sink(step_done(4, loss=1.0))
+        with pytest.raises(OSError, match="File too large"):
+            sink(run_started(step=1))
+    sink(step_done(2, loss=2.0))
+    sink.close()
+    assert scalars(tmp_path)["train/loss"] == [(1, 1.0), (2, 2.0)]
+
+
 def test_the_end_is_on_disk_before_closing(tmp_path: Path) -> None:
     sink = TensorBoard(tmp_path)
     sink(step_done(1, loss=0.5))

@@ -381,4 +381,5 @@ class ElasticSampler(BatchLayout):
 
 def _digest(order: np.ndarray[Any, Any]) -> int:
     data = np.ascontiguousarray(order).tobytes()
-    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 12  # exact as a float64
+    # 52 bits are exact as a float64, and 0 stands for no order.
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 12 | 1

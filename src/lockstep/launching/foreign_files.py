@@ -231,6 +231,9 @@ class _Saved(Mapping[str, "Tensor"]):
     def __getitem__(self, name: str) -> Tensor:
         return self._whole[0][name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._named[0]
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._named[0])
 

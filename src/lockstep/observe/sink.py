@@ -30,12 +30,17 @@ class Sink(ABC):
         """
 
 
+def rows(number: int) -> str:
+    """A number of rows in words."""
+    return f"{number:,} row{'' if number == 1 else 's'}"
+
+
 class RowsLeftOut(OSError):
     """A file is written again, and lacks a number of rows for which there was no room."""
 
     def __init__(self, path: Path, number: int) -> None:
         super().__init__(
-            f"{path}: lacks {number} rows, for which there was no room while it could not be "
+            f"{path}: lacks {rows(number)}, for which there was no room while it could not be "
             "written"
         )
         self.number = number

@@ -67,7 +67,7 @@ def test_rank_0_says_that_a_port_is_taken(host: str, port: int) -> None:
 
 
 @pytest.fixture(params=["store", "silence", "web page"])
-def stranger(request: pytest.FixtureRequest, port: int) -> Iterator[None]:
+def other_program(request: pytest.FixtureRequest, port: int) -> Iterator[None]:
     """Something else that listens on the port."""
     if request.param == "store":
         theirs = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
@@ -85,7 +85,9 @@ def stranger(request: pytest.FixtureRequest, port: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("host", ADDRESSES)
-def test_other_ranks_know_a_stranger_on_the_port(host: str, port: int, stranger: None) -> None:
+def test_other_ranks_know_another_program_on_the_port(
+    host: str, port: int, other_program: None
+) -> None:
     began = time.monotonic()
     with pytest.raises(EnvironError, match=f"MASTER_PORT={port}: what listens on .* is not rank 0"):
         meet(host, port, 1)

@@ -12,6 +12,7 @@ import os
 import queue
 import sys
 import threading
+import types
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 import lockstep as ls
 from lockstep.data.sampler import BatchLayout
 from lockstep.engine.audit import pass_state
+from lockstep.engine.audit.reachable import modules_around
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.errors import TaskError
 from lockstep.launching import api as front
@@ -554,6 +556,20 @@ def test_modules_of_other_folders_are_looked_at_if_the_tasks_module_leads_to_the
 ) -> None:
     with pytest.raises(TaskError, match=place):
         run(tmp_path, kind())
+
+
+@pytest.mark.parametrize(
+    ("folder", "is_of_user"),
+    [("my-packages/code", True), ("lib/site-packages", False), ("dist-packages/them/part", False)],
+)
+def test_modules_of_installed_packages_are_known_by_their_folder(
+    monkeypatch: pytest.MonkeyPatch, folder: str, is_of_user: bool
+) -> None:
+    module = types.ModuleType("some_module")
+    module.__file__ = f"/{folder}/some_module.py"
+    monkeypatch.setitem(sys.modules, "some_module", module)
+    kind = type("Kind", (), {"__module__": "some_module"})
+    assert ("some_module" in modules_around([kind], with_folders=False)) == is_of_user
 
 
 def foreseen(num_steps: int, spent: float, **keys: Any) -> list[float]:

@@ -11,7 +11,7 @@ import torch
 from tests.slices import slices_of
 from torch import Tensor, nn, optim
 
-from lockstep.config import OptimizerConfig, TrainConfig
+from lockstep.config import OptimizerConfig, TrainConfig, override
 from lockstep.engine.digests import model_digest
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.optimizer.choice import (
@@ -490,6 +490,17 @@ def test_only_elementwise_optimizers_can_be_sharded() -> None:
     check_optimizer(NormedMomentum(model.parameters()), model, TrainConfig())
     with pytest.raises(ConfigError, match=r"optimizer\.sharded=True: NormedMomentum is not known"):
         check_optimizer(NormedMomentum(model.parameters()), model, sharded)
+
+
+@pytest.mark.parametrize("key", ["mesh.pp=2", "mesh.tp=2", "sharding=optimizer"])
+def test_an_optimizer_with_a_closure_steps_whole_parameters_whatever_it_says(key: str) -> None:
+    class Searching(optim.SGD):
+        elementwise = needs_closure = True
+
+    model = Net()
+    config = override(TrainConfig(), ["num_shards=2", key])
+    with pytest.raises(ConfigError, match=f"{key}: Searching is not known to be element-wise"):
+        check_optimizer(Searching(model.parameters()), model, config)
 
 
 @pytest.mark.parametrize(

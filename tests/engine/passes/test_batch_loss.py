@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 import lockstep as ls
-from lockstep.engine.passes.batch_loss import check_batch_loss_fits
+from lockstep.engine.passes.batch_loss import check_batch_loss_fits, digest
 from lockstep.engine.passes.rows import Rows, Ungathered, gather
 from lockstep.engine.step.model import build_model
 from lockstep.engine.training_data import training_data
@@ -419,3 +419,8 @@ def test_an_error_on_one_rank_is_raised_on_all() -> None:
     texts = on_ranks(2, on_rank)
     assert texts[0] == texts[1]
     assert "rank 1 raised an exception" in texts[0]
+
+
+def test_the_digest_of_a_loss_is_never_that_of_no_loss() -> None:
+    assert digest([1.1985347255986107e61])  # of whose bytes CRC-32 is 0
+    assert digest(torch.zeros(2, dtype=torch.float64))

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from tests.conftest import environment
 
+from lockstep.launching.host.line import TOKEN
 from lockstep.launching.host.parent_watch import bound_to_parent
 from lockstep.launching.host.processes import children, send
 
@@ -47,13 +48,13 @@ class Run:
         (folder / "loop.py").write_text(LOOP)
         self.address = rendezvous or f"127.0.0.1:{free_port()}"
 
-    def start(self, *options: str) -> subprocess.Popen[bytes]:
+    def start(self, *options: str, **variables: str) -> subprocess.Popen[bytes]:
         argv = [sys.executable, "-m", "lockstep", "agent", "--rendezvous", self.address]
         argv += ["--hosts", "2", "--host-timeout", "2", *options]
         with (self.folder / "log").open("ab") as log:
             return subprocess.Popen(
                 [*argv, "--", str(self.folder / "loop.py"), str(self.folder)],
-                env=environment(cold=True), stdout=log, stderr=log,
+                env=environment(cold=True) | variables, stdout=log, stderr=log,
             )  # fmt: skip
 
     def said(self, slot: int) -> list[list[str]]:
@@ -82,12 +83,14 @@ class Run:
 
 def test_agents_come_go_and_end_with_the_coordinator(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    first = run.start()
+    odd = {TOKEN: os.fsdecode(b"\xff")}  # no text
+    first = run.start(**odd)
     run.wait_for(lambda: _listens(run.address))
-    second, other = run.start(), run.start("-n", "2")
+    second, other = run.start(**odd), run.start("-n", "2", **odd)
+    without = run.start()
     run.wait_for(lambda: run.generation(0) == ["1", "0", "1"])
-    assert other.wait(10) == 2
-    spare = run.start()
+    assert (other.wait(10), without.wait(10)) == (2, 2)
+    spare = run.start(**odd)
     run.wait_for(lambda: "waits: it joins when" in (tmp_path / "log").read_text())
     # An agent that stands still is lost with its ranks; when it goes on, it is the spare.
     second.send_signal(signal.SIGSTOP)
@@ -102,7 +105,9 @@ def test_agents_come_go_and_end_with_the_coordinator(tmp_path: Path) -> None:
     assert (first.wait(10), spare.wait(10)) == (-9, -9)
     text = (tmp_path / "log").read_text()
     assert "the agent there has another run: ranks is 1 here, 2 there; " in text
+    assert "LOCKSTEP_AGENTS_TOKEN differs between here and there; set the same one" in text
     assert "the coordinator has ended, and the run with it" in text
+    assert "Traceback" not in text
 
 
 def test_where_all_have_stood_still_the_ranks_of_the_coordinator_stay(tmp_path: Path) -> None:

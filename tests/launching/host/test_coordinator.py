@@ -166,21 +166,22 @@ def test_a_new_coordinator_replaces_no_rank_that_the_last_one_has_replaced(
         leader.thread.join(10)
 
 
-def test_a_stranger_without_the_token_is_refused_and_learns_nothing_of_the_run(
+def test_an_agent_without_the_token_is_refused_and_learns_nothing_of_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(StoreProcess, "start", lambda self: None)
     listener = socket.create_server(("127.0.0.1", 0))
     leader = Coordinator(listener, TERMS, "own", token="sesame")
     leader.thread.start()
-    for wrong in ({}, {"token": ""}, {"token": "sésame"}, {"token": "sesame "}):
-        with connected(listener.getsockname()[1]) as stranger:
-            said(stranger, terms={}, id="own", host="h", ranks=[], **wrong)
-            told = json.loads(stranger.makefile().readline())
-            assert told == {"refused": "its LOCKSTEP_AGENTS_TOKEN is another one"}
-    with connected(listener.getsockname()[1]) as stranger:
-        said(stranger, terms={}, id="own", host="h", ranks=[], token=["sesame"])
-        assert stranger.recv(100) == b""
+    for wrong in ({}, *({"token": text} for text in ("", "sésame", "\udcff", "sesame "))):
+        with connected(listener.getsockname()[1]) as other:
+            said(other, terms={}, id="own", host="h", ranks=[], **wrong)
+            told = json.loads(other.makefile().readline())
+            what = "LOCKSTEP_AGENTS_TOKEN differs between here and there"
+            assert told == {"refused": f"{what}; set the same one for all agents"}
+    with connected(listener.getsockname()[1]) as other:
+        said(other, terms={}, id="own", host="h", ranks=[], token=["sesame"])
+        assert other.recv(100) == b""
     with connected(listener.getsockname()[1]) as other:
         said(other, terms=vars(TERMS), id="other", host="h", ranks=[], token="sesame")
         assert heard(other.makefile(), "welcome")

@@ -225,8 +225,10 @@ class GroupTransport(AheadTransport):
                 torch.accelerator.current_stream(self.device).synchronize()
             self._look()
         except Exception as error:
-            # What a collective that was aborted leaves may make no sense to who reads it.
-            if isinstance(error, (GroupBroken, LockstepError)) or not self.is_damaged():
+            # What a collective that was aborted leaves may make no sense to who reads it. Errors
+            # that all ranks have agreed on came by collectives that were not.
+            is_shared = isinstance(error, LockstepError) and error.is_shared
+            if is_shared or isinstance(error, GroupBroken) or not self.is_damaged():
                 raise
             raise GroupBroken(str(error)) from error
         finally:

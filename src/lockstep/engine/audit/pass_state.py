@@ -56,14 +56,14 @@ class ForeseenSaves:
     """Counts of steps after which it is known beforehand that parameters may be saved."""
 
     def __init__(self, config: TrainConfig, sampler: BatchLayout, total_steps: int) -> None:
-        every = {config.checkpoint.every, config.eval_every}
-        self._periods = [n for n in {n or sampler.steps_per_epoch for n in every} if n]
+        self._layout = sampler
+        self._every = {config.checkpoint.every, config.eval_every}
         self._ends = total_steps, config.stop_at_step
-        self._steps_per_epoch = sampler.steps_per_epoch or 0
 
     def is_due(self, count: int) -> bool:
         """Whether a save is foreseen after so many steps."""
-        return self.is_last(count) or 0 in [count % period for period in self._periods]
+        due = self._layout.is_due
+        return self.is_last(count) or any(due(count, every) for every in self._every)
 
     def is_last(self, count: int) -> bool:
         """Whether the run, or this session, ends after so many steps if nothing ends it sooner."""
@@ -71,7 +71,7 @@ class ForeseenSaves:
 
     def begins_epoch(self, step: int) -> bool:
         """Whether a step, from 0, is the first of an epoch."""
-        return self._steps_per_epoch > 0 and step % self._steps_per_epoch == 0
+        return self._layout.is_epoch_end(step)
 
 
 class PassState:

@@ -60,6 +60,8 @@ _LIBRARIES = frozenset({
     "lightning_utilities", "pytorch_lightning", "torchmetrics",
 })  # fmt: skip
 """Libraries whose classes have no state of a run."""
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+"""Folders of installed packages."""
 
 _OPAQUE = (
     type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, nn.Module, optim.Optimizer,
@@ -282,7 +284,7 @@ def _home(value: object) -> str:
 
 def _is_of_user(name: str) -> bool:
     folder = None if is_library(name) else _folder(sys.modules.get(name))
-    return folder is not None and "-packages" not in folder
+    return folder is not None and _INSTALLED.isdisjoint(folder.split(os.sep))
 
 
 @functools.lru_cache(maxsize=1)  # there are thousands, and they are asked for at each start

@@ -292,9 +292,8 @@ class StepAudit:
 
         everywhere(self._runtime.transport, check)
         self._repetition_s = perf_counter() - self._began
-        if (
-            self._state.seconds_to_repeat(self._step, 0.0) < math.inf
-        ):  # they are not repeated for the time left
+        # What is repeated however long it takes leaves the others their time.
+        if math.isfinite(self._state.seconds_to_repeat(self._step, 0.0)):
             self._spent += self._repetition_s
         self._first, self._is_given_up = None, True
 

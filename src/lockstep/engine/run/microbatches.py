@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lockstep.config import TrainConfig
@@ -108,30 +108,20 @@ class Balancer:
         self._before: list[float] | None = None
         self._num_steps = 0
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether it never proposes anything."""
-        return not self._every or len(self.ranges) == 1
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the next step's times are looked at."""
-        return self._before is None or self._num_steps + 1 >= self._every
-
-    def propose(self, times: Sequence[Times]) -> Proposal | None:
+    def propose(self, times: Callable[[], Sequence[Times]]) -> Proposal | None:
         """Count a step in; better ranges if there are any.
 
         Args:
-            times: seconds that each rank has spent so far, by kind of work; of no use unless it
-                `is_due`.
+            times: seconds that each rank has spent so far, by kind of work; called where they are
+                looked at.
         """
-        if self.is_idle:
+        if not self._every or len(self.ranges) == 1:
             return None
-        if not self.is_due:
+        if self._before is not None and self._num_steps + 1 < self._every:
             self._num_steps += 1
             return None
         # Without communication, in which the fast ranks wait for the slow ones.
-        spent = [t.compute_s + t.data_s for t in times]
+        spent = [t.compute_s + t.data_s for t in times()]
         if self._before is None:
             self._before = spent
             return None
@@ -209,13 +199,14 @@ class Microbatches:
             step: number of the next step, from 0.
             result: result of the newest one.
         """
-        if self._balancer.is_idle:
-            return None
-        # The ranks of a replica wait for one another inside a microbatch, so one of them is enough.
         mesh = self._parts.placement.mesh
-        times = result.rank_times() if self._balancer.is_due else []
-        firsts = mesh.replicas if times else []
-        proposal = self._balancer.propose([times[ranks[0]] for ranks in firsts])
+
+        def times() -> list[Times]:
+            # The ranks of a replica wait for one another inside a microbatch: one of them will do.
+            of_ranks = result.rank_times()
+            return [of_ranks[ranks[0]] for ranks in mesh.replicas]
+
+        proposal = self._balancer.propose(times)
         if proposal is None:
             return None
         of_ranks = mesh.of_ranks(proposal.ranges)

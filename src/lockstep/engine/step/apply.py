@@ -211,19 +211,25 @@ class Reevaluation:
             GroupBroken: a rank was lost.
         """
         self._runtime.at("search", step)
-        error: Raised | None = None
         self._passes.begin(step)
         workspace.reduction.restart()
-        try:
-            batches = iter(copy.deepcopy(self._batches))  # a loss may change its batch
-            self._passes.run(step, workspace.passes, batches, workspace.leaves)
-        except (Exception, SystemExit) as raised:
-            if isinstance(raised, GroupBroken) and not self._placement.are_coupled:
-                raise  # a rank was lost while outputs were gathered (`Task.batch_loss`)
-            error = raised  # all ranks learn of it by the header
+        with self._placement.in_stream():
+            error = self._compute(step, workspace)
         headers = self._sums.reduce(workspace, error)
         loss, weight = workspace.scalars()[:2]
         self._sums.check(step, error, headers, [0.0, weight])
         for own in workspace.every_slice:
             own.gradient.mul_(1.0 / weight)
         return float(loss / weight)
+
+    def _compute(self, step: int, workspace: Workspace) -> Raised | None:
+        """Compute this rank's microbatches; returns what was raised."""
+        try:
+            batches = iter(copy.deepcopy(self._batches))  # a loss may change its batch
+            self._passes.run(step, workspace.passes, batches, workspace.leaves)
+        except GroupBroken:
+            raise  # a rank was lost while outputs were gathered (`Task.batch_loss`)
+        except (Exception, SystemExit) as error:
+            # No rank waits for this one in a pass: each has whole parameters (`is_elementwise`).
+            return error  # all ranks learn of it by the header
+        return None

@@ -321,15 +321,15 @@ class StepSums:
         if self._outgoing is None:
             self._outgoing = host_memory(len(own), self._runtime.device)
         _fill(self._outgoing, own)
-        header = self._outgoing.to(self._runtime.device, non_blocking=True)
+        sent = self._outgoing.to(self._runtime.device, non_blocking=True)
         if counted is not None:
-            header[_NUM_OWN:-_NUM_TIMES] = counted
+            sent[_NUM_OWN:-_NUM_TIMES] = counted
         if isinstance(loss, Tensor):
-            header[_LOSS] = loss
+            sent[_LOSS] = loss
         computed = torch.Event(self._runtime.device)
         computed.record()
         with transport.in_stream():
-            everyone = self._sum_with(header, workspace)
+            everyone = self._sum_with(sent, workspace)
             # The device goes on to the sums without this process, which only has to know for what
             # it waits: this rank's GPU, which may hang, or other ranks.
             computed.synchronize()
@@ -337,17 +337,17 @@ class StepSums:
             transport.observer.wait()
             return Headers(workspace.fetch(everyone))
 
-    def _sum_with(self, header: Tensor, workspace: Workspace) -> Tensor:
-        """Sum on a device; the headers of all ranks, [ranks, num_values]."""
+    def _sum_with(self, own: Tensor, workspace: Workspace) -> Tensor:
+        """Sum on a device, sending this rank's header; all ranks', [ranks, num_values]."""
         reduction, world = workspace.reduction, self._placement.world
         if isinstance(reduction, Rounds) or self._placement.are_coupled:
-            everyone = header.new_empty(world.size * len(header))
-            world.all_gather(header, everyone, [len(header)] * world.size)
+            everyone = own.new_empty(world.size * len(own))
+            world.all_gather(own, everyone, [len(own)] * world.size)
             if not isinstance(reduction, Rounds):
                 reduction.reduce()
             workspace.spread_scalars()
             return everyone.view(world.size, -1)
-        reduction.header.copy_(header)
+        reduction.header.copy_(own)
         reduction.reduce()
         return reduction.headers()
 

@@ -150,8 +150,10 @@ class Terms:
 
         One without the token learns nothing else of the run.
         """
-        if not hmac.compare_digest(hello.get("token", "").encode(), token.encode()):
-            return f"its {TOKEN} is another one"
+        # An environment variable may have bytes that are no text: Python reads them as surrogates.
+        known = [text.encode(errors="surrogatepass") for text in (hello.get("token", ""), token)]
+        if not hmac.compare_digest(*known):
+            return f"{TOKEN} differs between here and there; set the same one for all agents"
         other = hello["terms"]
         own = json.loads(json.dumps(asdict(self)))
         different = [name for name, value in own.items() if other.get(name) != value]

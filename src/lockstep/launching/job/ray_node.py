@@ -22,7 +22,7 @@ from typing import Any
 
 from lockstep.errors import LaunchError, LockstepError
 from lockstep.launching.host.agent import Agent
-from lockstep.launching.host.line import Rendezvous, Terms
+from lockstep.launching.host.line import TOKEN, Rendezvous, Terms
 from lockstep.launching.host.parent_watch import bound_to_parent
 from lockstep.launching.host.processes import shell_code
 from lockstep.launching.job.commands import rank_environment
@@ -168,11 +168,14 @@ class Work:
 
 
 def variables_of_ranks(stop_file: str) -> dict[str, str]:
-    """The environment variables that the ranks get from this process: those of Lockstep."""
+    """The environment variables that the ranks get from this process: those of Lockstep.
+
+    The secret of agents is none of them: ranks need not know it, and a run on Ray has its own.
+    """
     return {
         name: value
         for name, value in os.environ.items()
-        if name.startswith("LOCKSTEP_") and name != stop_file
+        if name.startswith("LOCKSTEP_") and name not in (stop_file, TOKEN)
     }
 
 
@@ -239,6 +242,7 @@ def serve(values: dict[str, Any], fds: tuple[int, ...]) -> int:
     command = tuple(values["terms"]["command"])
     terms = Terms(**values["terms"] | {"command": command, "version": version(PACKAGE)})
     variables = rank_environment(values["threads"])
+    variables.pop(TOKEN, None)  # of this node
     os.environ.clear()
     os.environ.update(variables)
     argv = bound_to_parent([sys.executable, *terms.command, *map(str, fds)])

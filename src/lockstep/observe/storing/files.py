@@ -12,7 +12,7 @@ from pathlib import Path
 from lockstep.config.files import open_regular, open_to_read, replacing_binary
 from lockstep.engine.events import PICTURES, Event, Logged, RunStarted, picture_path
 from lockstep.errors import RunDirectoryError, file_errors
-from lockstep.observe.sink import RowsLeftOut, Sink
+from lockstep.observe.sink import RowsLeftOut, Sink, rows
 
 
 def opening(path: Path) -> AbstractContextManager[None]:
@@ -136,9 +136,8 @@ class AppendFile:
             self.flush()
         except OSError as error:
             if self.num_left_out:
-                error.strerror = (
-                    f"{error.strerror}, and {self.num_left_out:,} rows had to be left out"
-                )
+                left_out = rows(self.num_left_out)
+                error.strerror = f"{error.strerror}, and {left_out} had to be left out"
             raise
         finally:
             os.close(self._fd)

@@ -144,7 +144,11 @@ class MetricsCsv(Sink):
         """Write what is kept and close the file."""
         try:
             self._end_logged()
-            self._drain()
+            try:
+                self._drain()
+            except RowsLeftOut as gap:  # said when the rest is written, too
+                self._num_left_out += gap.number
+                self._drain()
         finally:
             self._file.close()
 

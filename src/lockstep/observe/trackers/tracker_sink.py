@@ -221,10 +221,10 @@ class TensorBoard(Sink):
     def __call__(self, event: Event) -> None:
         """Write the scalars of a `StepDone` or `Evaluated`, and what was logged."""
         if isinstance(event, RunStarted):
+            self._purge_step = event.step + 1  # also where what waits is lost
             self.close()
-            self._purge_step = event.step + 1
-        elif summaries := self._summaries(event):
-            self._append(*(self._record(event.step, summary=summary) for summary in summaries))
+        elif (summary := self._summary_of(event)) is not None:
+            self._append(self._record(event.step, summary=summary))
         elif self._file is not None:
             self._file.flush()
 
@@ -234,14 +234,15 @@ class TensorBoard(Sink):
         if file is not None:
             file.close()
 
-    def _append(self, *records: bytes) -> None:
+    def _append(self, record: bytes) -> None:
+        records = [record]
         if self._file is None:
             seconds, rest = divmod(time.time_ns(), 10**9)  # by its name TensorBoard sorts files
             name = (
                 f"events.out.tfevents.{seconds:010}.{socket.gethostname()}.{os.getpid()}.{rest:09}"
             )
             self._file = AppendFile(self._directory / name)
-            records = (*self._begin(), *records)
+            records = [*self._begin(), record]
         self._file.append(b"".join(records))
 
     def _begin(self) -> Iterator[bytes]:
@@ -257,15 +258,18 @@ class TensorBoard(Sink):
         self._new_records(record).write(event.SerializeToString())
         return record.getvalue()
 
-    def _summaries(self, event: Event) -> list[Any]:
+    def _summary_of(self, event: Event) -> Any | None:
+        """What is to be shown of an event, all of its scalars as one; None if there is nothing."""
         new = self._summary
         if isinstance(event, Logged) and event.kind != "scalar":
             tag = f"log/{event.name}"
             if event.kind == "text":
-                return [new.text(tag, event.text)]
+                return new.text(tag, event.text)
             histogram = event.kind == "histogram"
-            return [_histogram(new, tag, event) if histogram else _picture(new, tag, event)]
-        return [new.scalar(name, value) for name, value in scalars_of(event).items()]
+            return _histogram(new, tag, event) if histogram else _picture(new, tag, event)
+        scalars = [new.scalar(name, value) for name, value in scalars_of(event).items()]
+        values = [value for scalar in scalars for value in scalar.value]
+        return new.Summary(value=values) if values else None
 
 
 def _histogram(new: Any, tag: str, event: Logged) -> Any:

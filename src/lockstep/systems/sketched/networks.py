@@ -278,18 +278,18 @@ def read_original(file: ForeignFile) -> Original | None:
     Raises:
         DataError: it is damaged, or its sketched layers are of another kind.
     """
-    state = {name.removeprefix("module."): tensor for name, tensor in file.tensors.items()}
-    names = [name.rpartition(".")[0] for name in state if name.rpartition(".")[2] == "S1s"]
+    called = {name.removeprefix("module."): name for name in file.tensors}
+    names = [name.rpartition(".")[0] for name in called if name.rpartition(".")[2] == "S1s"]
     if not names:
         return None
+    state = {ours: file.tensors[name] for ours, name in called.items()}
     sketched = {n: _of_panther(state, n, number, file) for number, n in enumerate(names)}
     used = {_joined(n, part) for n in names for part in (*_OF_PANTHER, "bias")}
     others = {name: tensor for name, tensor in state.items() if name not in used}
     lines = [f"{name or 'one layer'}: {layer.extra_repr()}" for name, layer in sketched.items()]
     lines += [f"{name}: {[*tensor.shape]}" for name, tensor in others.items()]
     chain = _chain({**sketched, **_dense(others)})
-    settings = _settings(chain) if chain else {}
-    if not settings:
+    if not (settings := _settings(chain) if chain else {}):
         for name, layer in sketched.items():
             others |= {_joined(name, key): tensor for key, tensor in layer.state_dict().items()}
         about = "layers of Panther, which the recipe's networks do not have"

@@ -53,12 +53,14 @@ def read_original(file: ForeignFile) -> Original | None:
         _statistics(file, file.arrays)
         hint = "statistics are those of the training rows here; give the checkpoint beside it"
         return Original("ufs", "statistics of the sea-ice emulator", lines, hints=[hint])
-    state = {
-        name.removeprefix("model_state_dict/").removeprefix("module."): tensor
-        for name, tensor in file.tensors.items()
+    names = {
+        name.removeprefix("model_state_dict/").removeprefix("module."): name
+        for name in file.tensors
         if not name.startswith(("optimizer_state_dict/", "scheduler_state_dict/"))
     }
-    return _of_network(file, state) if "network.0.weight" in state else None
+    if "network.0.weight" not in names:
+        return None
+    return _of_network(file, {ours: file.tensors[name] for ours, name in names.items()})
 
 
 def _of_network(file: ForeignFile, state: Mapping[str, Tensor]) -> Original:

@@ -44,7 +44,7 @@ from lockstep.systems.ufs.fields.sources import Source, find_sources, moments_of
 from lockstep.systems.ufs.model import SeaIceNet, metrics, simple_models
 from lockstep.systems.ufs.report.report import Ground, Report
 from lockstep.systems.ufs.report.scores import describe, normalised
-from lockstep.systems.ufs.report.skill import Period, climatology, persistence
+from lockstep.systems.ufs.report.skill import Baseline, Period, climatology, persistence
 from lockstep.systems.ufs.synthetic import LAWS, Law, embedded_files
 
 _LOSSES: Mapping[str, Callable[..., Tensor]] = {
@@ -152,11 +152,8 @@ class Ufs(Task):
             expected = self.law.expected(*(columns[name] for name in self.law.inputs))
             simple["the law itself (limit)"] = expected.astype(np.float64)[:, None]
         found = {name: measured(predicted, y) for name, predicted in simple.items()}
-        period, trained = self._period(), self._period("train")
-        for name, values in (
-            ("persistence", persistence(rows, names, period).values),
-            ("climatology", climatology(rows, names, period, trained).values),
-        ):
+        for name, baseline in self._of_other_times(rows, self._trained_period()).items():
+            values = baseline.values
             has_value = np.isfinite(values).all(-1)
             if has_value.any():
                 of_some = measured(values[has_value].astype(np.float64), y[has_value])
@@ -171,30 +168,36 @@ class Ufs(Task):
         months = np.array([moment.month or 0 for moment in self._moments])
         with closing(self._sources[rows.time[0]].open()) as scene:
             ground = Ground(scene.moment.shown, scene.land(), scene.areas(), months)
-        period = self._period()
-        names = model.outputs
-        baselines = {
-            "persistence": persistence(rows, names, period),
-            "climatology": climatology(rows, names, period, self._training_period(run_dir)),
-        }
+        baselines = self._of_other_times(rows, self._period_of(run_dir))
         report = Report(model.cpu(), self.rows_by_split, split, ground, baselines)
         return report.write(folder, run_dir, self.law)
 
-    def _training_period(self, run_dir: Path) -> Period | str:
+    def _of_other_times(self, rows: Rows, trained: Period | str) -> dict[str, Baseline]:
+        """What fields of other times say of rows, by name.
+
+        Args:
+            rows: the rows.
+            trained: scenes that were trained on, or why they are not available.
+        """
+        names, period = self.config.outputs, Period(self._sources, self._moments)
+        return {
+            "persistence": persistence(rows, names, period),
+            "climatology": climatology(rows, names, period, trained),
+        }
+
+    def _period_of(self, run_dir: Path) -> Period | str:
         """The scenes that a run was trained on, or why they are not available."""
         try:
             trained = type(self)(load(type(self).Config, run_dir / "config.yaml"))
             if trained.data_digest() != _rows_digest(run_dir):
                 return "the files of the training have other rows now"
-            return trained._period("train")
+            return trained._trained_period()
         except LockstepError as error:
             return f"the rows of the training cannot be read: {error}"
 
-    def _period(self, split: str | None = None) -> Period:
-        """The scenes that a split has rows of; all of them without a split."""
-        if split is None:
-            return Period(self._sources, self._moments)
-        times = np.unique(self.rows_by_split[split].time)
+    def _trained_period(self) -> Period:
+        """The scenes that the training split has rows of."""
+        times = np.unique(self.rows_by_split["train"].time)
         return Period([self._sources[t] for t in times], [self._moments[t] for t in times])
 
     def export(self, state: Mapping[str, Tensor], folder: Path) -> list[str]:

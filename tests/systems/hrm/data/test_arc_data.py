@@ -29,6 +29,7 @@ from lockstep.systems.hrm.data.arc import (
     Grid,
     Task,
     augmented,
+    chosen_tasks,
     encoded,
     load_tasks,
     parse_name,
@@ -173,12 +174,14 @@ def test_all_but_one_example_are_moved_and_pairs_together() -> None:
 def test_the_answers_of_evaluation_tasks_are_nowhere_in_training(
     tmp_path: Path, both_versions: dict[int, Tasks]
 ) -> None:
-    build("arc", tmp_path / "data", Options(train=12, test=9, augment=4))
+    options = Options(train=12, test=9, augment=4)
+    build("arc", tmp_path / "data", options)
     found, names = read_dataset(tmp_path / "data"), read_identifiers(tmp_path / "data")
     train, test = found["train"].sets["all"], found["test"].sets["all"]
     training, evaluation = both_versions[1]
     by_name = {task.name: task for task in [*training, *evaluation]}
-    evaluated = {task.name for task in evaluation}
+    evaluated = {task.name for task in chosen_tasks(options)[1]}
+    assert evaluated < {task.name for task in evaluation}
     assert len(train.group_indices) - 1 == 21
     assert len(test.group_indices) - 1 == 9
     for place, identifier in enumerate(train.puzzle_identifiers):

@@ -282,7 +282,7 @@ def _checkpoints(history: History, digests: Mapping[int, ModelFiles]) -> Iterato
             "num_bytes": event.num_bytes,
             "stall_s": as_json(event.stall_s),
             "write_s": as_json(event.write_s),
-            **digests.get(event.step, ModelFiles("", []))._asdict(),
+            **digests.get(event.step, ModelFiles())._asdict(),
         }
 
 
@@ -302,12 +302,12 @@ class ModelFiles(NamedTuple):
     """The files with the model in a checkpoint.
 
     Attributes:
-        sha256: one digest of all; empty if they are not known.
+        sha256: one digest of all; empty, like `cut`, if they are not known.
         cut: size of each: digests of a model in other files say nothing of its bits.
     """
 
-    sha256: str
-    cut: list[int]
+    sha256: str = ""
+    cut: Sequence[int] = ()
 
 
 def model_digests(run_dir: Path) -> dict[int, ModelFiles]:
@@ -330,4 +330,4 @@ def _model_digest(folder: Path) -> ModelFiles:
         cut = [int(files[name]["bytes"]) for name in names]
         return ModelFiles(short(digests[0] if len(digests) == 1 else joined), cut)
     except (OSError, ValueError, KeyError, TypeError):
-        return ModelFiles("", [])
+        return ModelFiles()

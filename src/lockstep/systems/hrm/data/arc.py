@@ -273,9 +273,7 @@ def arc_source(options: Options) -> Source:
             than requested.
     """
     num_augment = DEFAULT_AUGMENT if options.augment is None else options.augment
-    training, evaluation = load_tasks(1 if options.version is None else options.version)
-    training = _some(training, "train", options.train, keyed(options.seed, Use.CHOICE, 0))
-    evaluation = _some(evaluation, "test", options.test, keyed(options.seed, Use.CHOICE, 1))
+    training, evaluation = chosen_tasks(options)
 
     def groups(new_identifier: NewIdentifier) -> Iterator[Group]:
         for number, task in enumerate([*training, *evaluation]):
@@ -289,6 +287,19 @@ def arc_source(options: Options) -> Source:
                 yield "test", _group(identifiers, [one.tests for one in variants], None)
 
     return Source(VOCAB_SIZE, SEQ_LEN, groups)
+
+
+def chosen_tasks(options: Options) -> tuple[list[Task], list[Task]]:
+    """The training tasks, and the evaluation tasks, that a dataset is made of.
+
+    Raises:
+        ConfigError: as `arc_source`.
+    """
+    training, evaluation = load_tasks(1 if options.version is None else options.version)
+    return (
+        _some(training, "train", options.train, keyed(options.seed, Use.CHOICE, 0)),
+        _some(evaluation, "test", options.test, keyed(options.seed, Use.CHOICE, 1)),
+    )
 
 
 def _some(

@@ -230,14 +230,14 @@ def read_original(file: ForeignFile) -> Original | None:
     if file.is_folder and (file.path / "train" / METADATA_FILE).is_file():
         return _of_dataset(file.path)
     file = file.newest(r"step_(\d+)") or file
-    state = {}
-    for name, tensor in file.tensors.items():
-        for pattern, ours in _NAMES:
-            name = re.sub(pattern, ours, name)
-        if not name.startswith("puzzle_emb.local"):
-            state[name] = tensor
-    if "H.blocks.0.mixer.qkv.weight" not in state:
+    names = {_renamed(name): name for name in file.tensors}
+    if "H.blocks.0.mixer.qkv.weight" not in names:
         return None
+    state = {
+        ours: file.tensors[name]
+        for ours, name in names.items()
+        if not ours.startswith("puzzle_emb.local")
+    }
     if "embed_pos.embedding_weight" in state:
         raise DataError(f"{file.path}: has learned positions; this recipe's are rotary")
     known = file.beside(_CONFIG)
@@ -271,6 +271,13 @@ def read_original(file: ForeignFile) -> Original | None:
         step=int(step[1]) if step else 0,
         hints=() if "data_dir" in settings else ["its puzzles: import again with data_dir=FOLDER"],
     )
+
+
+def _renamed(name: str) -> str:
+    """What a tensor of the published code is called here."""
+    for pattern, ours in _NAMES:
+        name = re.sub(pattern, ours, name)
+    return name
 
 
 def _of_dataset(folder: Path) -> Original:
