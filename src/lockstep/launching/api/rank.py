@@ -183,7 +183,6 @@ def _steps(
         )
         stack.callback(hub.close)
         patience_s = TAKE_OVER_S if environment.is_one_host else _LOST_HOST_S
-
         is_apart = not (environment.is_one_host or session.url)
 
         def claimed(patience_s: float) -> None:
