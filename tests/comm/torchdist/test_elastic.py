@@ -9,7 +9,7 @@ import time
 from torch._C._distributed_c10d import TCPStore
 
 from lockstep.comm.torchdist.elastic_transport import ElasticTransport
-from lockstep.comm.torchdist.supervision import MAX_BYTES, FromRank, ToRank
+from lockstep.comm.torchdist.supervision import MAX_BYTES, FromRank, Supervision, ToRank
 
 HOST = "127.0.0.1"
 
@@ -42,3 +42,12 @@ def test_a_rank_that_trains_alone_is_to_meet_again_when_its_generation_is_lost()
     transport.close()
     ours.close()
     theirs.close()
+
+
+def test_a_rank_to_which_nobody_listens_any_more_raises_nothing_of_its_own() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        line = Supervision(theirs.fileno(), lambda: None)
+        ours.close()
+        line.abort(1)
+        line.leave()

@@ -204,7 +204,9 @@ class Supervision:
         return self._lost == self._generation
 
     def _say(self, saying: Saying, takes_in: bool = False, code: int = 1) -> None:
-        self._line.send(FromRank(saying, self._generation, takes_in, code).encode())
+        # If nobody listens any more, this process is being ended: a traceback would only hide why.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._line.send(FromRank(saying, self._generation, takes_in, code).encode())
 
     def _listen(self) -> None:
         while not self._has_left:
