@@ -210,7 +210,9 @@ class Supervision:
 
     def _listen(self) -> None:
         while not self._has_left:
-            packet = self._line.recv(MAX_BYTES)
+            packet = b""
+            with contextlib.suppress(ConnectionResetError):  # it has died before it read all
+                packet = self._line.recv(MAX_BYTES)
             if not packet:  # the supervisor has died, and this process will in a moment
                 return
             self._hear(ToRank.decode(packet))
