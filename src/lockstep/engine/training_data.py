@@ -10,7 +10,7 @@ import torch
 
 from lockstep.comm.transport import Transport
 from lockstep.config import TrainConfig
-from lockstep.data.loader import BatchSource, Loader, dataset_size
+from lockstep.data.loader import BatchSource, Loader
 from lockstep.data.parts import StreamParts
 from lockstep.data.parts_loader import PartsLoader
 from lockstep.data.passes import is_stream, stream_length
@@ -20,6 +20,7 @@ from lockstep.data.sampler import (
     GivenOrder,
     Order,
     PartsLayout,
+    dataset_size,
     order_generator,
     weighted,
 )

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lockstep.config import TrainConfig
-from lockstep.data.loader import Fetcher, Request, dataset_size
+from lockstep.data.loader import Fetcher, Request
 from lockstep.data.random import Stream, random_key
+from lockstep.data.sampler import dataset_size
 from lockstep.engine.task import Task
 from lockstep.engine.task_config import own_collate
 from lockstep.errors import ConfigError, DataError, LockstepError, TaskError
