@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep import TrainConfig
-from lockstep.data.loader import SMALL_BYTES, BatchCopies, batch_copies
+from lockstep.data.loader import SMALL_BYTES, BatchCopies
 from lockstep.errors import ConfigError
 from lockstep.launching.api import on_device
 from lockstep.launching.rank.environment import Environment
@@ -82,8 +82,8 @@ def races(device: torch.device) -> None:
     del copy
     assert module.waits() == {"race: freed while another stream reads it": 1}
     module.reset()
-    copies = batch_copies(device)
-    assert isinstance(copies, BatchCopies)
+    copies = BatchCopies(device)
+    assert copies.stream is not None
     for batch in range(3):
         there = copies([torch.full((SMALL_BYTES,), batch), "label"])
         assert there[0].device == device

@@ -73,7 +73,7 @@ def test_a_run_has_the_bits_of_the_cpu_and_waits_once(
     cases: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     names = ("counted", "user-sharded", "adafactor", "lbfgs", "tables", "carry", "batch-loss")
-    found = cases("cpu,accelerator,manners", *names)
+    found = cases("cpu,accelerator,manners", *names, "changing")
     full, fuller = (found.pop(name)[0] for name in list(found) if name.startswith("full"))
     assert re.match(
         r"EnvironError: rank 0 is out of memory: hostgpu out of memory.*; held were: parameters "
@@ -127,6 +127,8 @@ def test_a_step_of_several_ranks_waits_seldom(
     assert len(found) == 2
     if isinstance(waits, dict):
         assert found == [waits, waits]
+        # Of its four batches, the last step has had one since before the last wait but one.
+        assert [p.read_text()[-9:] for p in tmp_path.glob("order-*")] == ["bbbbwbbbw"] * 2
     assert max(sum(of.values()) for of in found) <= (waits if isinstance(waits, int) else 2), found
 
 
@@ -183,6 +185,32 @@ def test_a_rank_that_fails_ends_those_that_wait_for_it_with_one_message(
     assert "starting again" not in ended.stderr
     assert ended.stderr.count(f"RuntimeError: the loss of this {where} fails") == 1
     assert re.search(r"^error: rank 1 raised an exception$", ended.stderr, re.M)
+
+
+@pytest.mark.slow
+def test_a_sample_that_fails_fails_in_its_step_though_it_was_fetched_before(
+    accelerated: dict[str, str], tmp_path: Path
+) -> None:
+    task = f"{HERE / 'train_cases.py'}:Damaged"
+    keys = ("batch_size=4", "num_microbatches=2", "data.num_workers=1", *QUIET, "-n", "2")
+    found = []
+    for device in ("cpu", "accelerator"):
+        argv = ("-m", "lockstep", "train", task, *keys, f"device={device}", "--run-dir", device)
+        ended = subprocess.run(
+            [sys.executable, *argv, "--launcher", "local"],
+            cwd=tmp_path,
+            env=accelerated,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert ended.returncode == 1, ended.stderr
+        assert ended.stderr.count("ValueError: sample 11 is damaged") == 1
+        rows = read_events(tmp_path / device / "events.jsonl")
+        warned = [row["message"].splitlines()[0] for row in rows if row["event"] == "Warned"]
+        found.append((ended.stderr.splitlines()[-1], warned))
+    assert found[0] == found[1]
+    assert any("is done again" in message for message in found[0][1])
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ With `manners` among the devices, it also checks these.
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -21,9 +22,10 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.config import override
-from lockstep.data.loader import SMALL_BYTES
+from lockstep.data.loader import SMALL_BYTES, Fetcher
 from lockstep.engine.audit import pass_state
 from lockstep.engine.step.train_step import TrainStep
+from lockstep.engine.step.workspace import Workspace
 from lockstep.launching import api as front
 from lockstep.launching.api import Session
 from lockstep.launching.rank.environment import detect
@@ -99,7 +101,68 @@ class Normed(ls.Task):
 
 
 class Counted(Counting, Normed):
-    """The plain case."""
+    """The plain case; notes in which order batches are fetched, and devices are waited for."""
+
+    def build_model(self) -> torch.nn.Module:
+        """See `ls.Task`."""
+        Fetcher.rows = staticmethod(noting("b", Fetcher.rows))  # type: ignore[method-assign]
+        Workspace.fetch = noting("w", Workspace.fetch)  # type: ignore[method-assign]
+        return super().build_model()
+
+
+class Changing(Normed):
+    """Changes its data after each step, through memory that torch does not watch."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.data = Normed.dataset(self, "train")
+
+    def dataset(self, split: str) -> Any:
+        """See `ls.Task`."""
+        return self.data if split == "train" else None
+
+    def after_step(self, model: Any, step: int) -> None:
+        """See `ls.Task`."""
+        self.data.tensors[0].numpy()[...] *= 1 + step / 64
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `ls.Task`."""
+        return {"data": self.data.tensors[0]}
+
+    def load_state_dict(self, state: Any) -> None:
+        """See `ls.Task`."""
+        self.data.tensors[0].copy_(state["data"])
+
+
+class Damaged(Normed):
+    """Has a sample that cannot be read."""
+
+    def dataset(self, split: str) -> Any:
+        """See `ls.Task`."""
+        made = super().dataset(split)
+        return made and Refusing(*made.tensors)
+
+
+class Refusing(TensorDataset):
+    """Raises an exception for one sample."""
+
+    def __getitem__(self, i: int) -> Any:
+        if i == 11:
+            raise ValueError("sample 11 is damaged")
+        return super().__getitem__(i)
+
+
+def noting(letter: str, function: Any) -> Any:
+    """A function that writes a letter down before it does what another one does."""
+    path = Path(f"order-{detect(os.environ).rank}")
+
+    @functools.wraps(function)
+    def noted(*args: Any) -> Any:
+        with path.open("a") as file:
+            file.write(letter)
+        return function(*args)
+
+    return noted
 
 
 def counting(run: Any) -> Any:
@@ -212,6 +275,7 @@ def cases() -> dict[str, tuple[Any, list[str]]]:
     found |= {name: optimizer_case(name) for name in OPTIMIZERS}
     found |= {
         "counted": (Counted, ["batch_size=16", "clip_norm=0.1", "steps=32", *_QUIET]),
+        "changing": (Changing, ["batch_size=16", "steps=8"]),
         "schedule-free": (closure_tasks.Free, ["steps=8"]),
         "carry": (Recurrent, ["steps=8"]),
         "batch-loss": (batch_loss_tasks.Redundancy, ["steps=8"]),

@@ -19,13 +19,14 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from lockstep.comm.transport import LocalTransport
-from lockstep.data.loader import Loader, dataset_size, to_device
+from lockstep.data.loader import Loader, to_device
 from lockstep.data.random import Stream, random_key
 from lockstep.data.sampler import ElasticSampler
 from lockstep.data.workers import _Deferred
 from lockstep.engine.runtime import shared_error
 from lockstep.engine.task import Task
 from lockstep.engine.task_config import own_collate
+from lockstep.engine.training_data import dataset_size
 from lockstep.errors import DataError
 from lockstep.launching.host.processes import is_alive
 from lockstep.parallel.layout import Range
@@ -511,3 +512,30 @@ def test_a_dataset_of_tensors_is_told_the_epoch_too() -> None:
     assert per_epoch is not None
     made = loader(EpochalTensors(X, Y))
     assert made.microbatch(0, 0)[1].max() < 1000 <= made.microbatch(per_epoch, 0)[1].min()
+
+
+def test_batches_are_settled_where_nothing_of_the_users_runs_before_they_are_used() -> None:
+    tensors, given = TensorDataset(X, Y), sampler()
+    given.is_given = True
+    plain, own = loader(tensors), Loader(tensors, None, given, 4, CPU)
+    assert plain.is_settled(3, may_change=False)
+    assert not plain.is_settled(3, may_change=True)
+    per_epoch = given.steps_per_epoch
+    assert per_epoch is not None
+    own.microbatch(0, 0)
+    steps = range(1, per_epoch + 1)  # the last of them would ask the task for an order
+    assert [own.is_settled(step, may_change=False) for step in steps] == [True] * (
+        per_epoch - 1
+    ) + [False]
+    for other in (Plain(), EpochalTensors(X, Y)):
+        assert not loader(other).is_settled(3, may_change=False)
+    assert not loader(tensors, default_collate).is_settled(3, may_change=False)
+
+
+def test_batches_of_workers_are_settled_but_those_that_are_compared() -> None:
+    made = loader(Plain(), num_workers=1)
+    settled = [step for step in range(9) if made.is_settled(step, may_change=True)]
+    assert settled == [2, 4, 5, 6, 8]
+    given = sampler()
+    given.is_given = True
+    assert not Loader(Plain(), None, given, 4, CPU, num_workers=1).is_settled(2, may_change=False)

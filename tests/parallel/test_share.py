@@ -2,14 +2,18 @@
 
 from types import SimpleNamespace
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.config import TrainConfig
-from lockstep.engine.run.microbatches import Balancer, Microbatches, better
+from lockstep.data.loader import BatchCopies
+from lockstep.engine.run.microbatches import Balancer, DeviceBatches, Microbatches, better
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.step.sums import StepResult
 from lockstep.engine.timing import Times
+from lockstep.errors import DataError
 from lockstep.parallel.layout import Range, share, split
 from lockstep.parallel.mesh import Mesh
 
@@ -78,11 +82,16 @@ def test_replicas_are_balanced_and_what_is_said_is_of_ranks():
     """Of five ranks, two replicas of two and a spare; the second replica is slow."""
     mesh = Mesh.of(8, 5, tp=2)
     step = SimpleNamespace(carries=None, assign=lambda ranges, state: assigned.append(ranges))
-    loader = SimpleNamespace(stream=lambda *_: (_ for _ in ()), has_places=False)
+    copies = BatchCopies(torch.device("cpu"))
+    loader = SimpleNamespace(stream=lambda *_: (_ for _ in ()), has_places=False, copies=copies)
     parts = SimpleNamespace(
-        placement=SimpleNamespace(mesh=mesh), train_step=step, loader=loader, total_steps=9
+        placement=SimpleNamespace(mesh=mesh),
+        train_step=step,
+        loader=loader,
+        total_steps=9,
+        task_state=SimpleNamespace(may_change_data=False),
     )
-    runtime = SimpleNamespace(transport=SimpleNamespace(rank=0))
+    runtime = SimpleNamespace(transport=SimpleNamespace(rank=0), is_on_cpu=True)
     assigned = []
     shared = Microbatches(TrainConfig(balance_every=1), runtime, parts, Progress())
 
@@ -94,3 +103,29 @@ def test_replicas_are_balanced_and_what_is_said_is_of_ranks():
     assert found.slowest == 2
     assert [len(r) for r in found.ranges] == [6, 6, 2, 2, 0]
     assert assigned == [found.ranges]
+
+
+def test_a_batch_that_was_begun_comes_in_its_turn_and_so_does_its_error():
+    def fetched():
+        yield 0, 0, "first"
+        yield 1, 0, "second"
+        raise DataError("the third is damaged")
+
+    batches = DeviceBatches(fetched(), BatchCopies(torch.device("cpu")))
+    found = []
+    for _ in range(2):
+        found.append(next(batches))
+        batches.begin()
+    assert found == [(0, 0, "first"), (1, 0, "second")]
+    with pytest.raises(DataError, match="the third"):
+        next(batches)
+    batches.begin()  # there is no more
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+def test_a_batch_that_was_begun_is_forgotten_with_its_stream():
+    batches = DeviceBatches(((s, 0, s) for s in range(3)), BatchCopies(torch.device("cpu")))
+    batches.begin()
+    batches.close()
+    assert list(batches) == []

@@ -27,6 +27,14 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def host_memory(num: int, device: torch.device) -> Tensor:
+    """Float64 [num] that is copied to a device without waiting, where the device can do that."""
+    try:
+        return torch.empty(num, dtype=torch.float64, pin_memory=device.type != "cpu")
+    except RuntimeError:
+        return torch.empty(num, dtype=torch.float64)
+
+
 class Round(NamedTuple):
     """What a rank sends and receives at a time in an all-gather by doubling.
 

@@ -30,7 +30,7 @@ from lockstep.data.random import (
 )
 from lockstep.data.sampler import ElasticSampler
 from lockstep.data.workers import fetched, release
-from lockstep.errors import DataError, LockstepError, TaskError
+from lockstep.errors import LockstepError, TaskError
 from lockstep.parallel.layout import Assigned
 
 Batch = Any
@@ -43,6 +43,7 @@ class BatchSource(ABC):
     Attributes:
         dataset: dataset that the samples come from.
         num_workers: number of processes that fetch; 0 fetches in this one.
+        copies: copies batches to the device of the rank.
         pass_starts: known positions at which the passes over a stream of unknown length begin.
         has_places: whether a stream is read in parts, of which this rank reads its own only.
         remarks: what a user should know of the dataset.
@@ -57,7 +58,7 @@ class BatchSource(ABC):
         self.remarks: list[str] = []
         self._seed = seed
         self._device = device
-        self._copies = batch_copies(device)
+        self.copies = BatchCopies(device)
         self._guard = AttributeGuard()
         self.watched = IdleGenerators({})
 
@@ -98,11 +99,20 @@ class BatchSource(ABC):
     ) -> Generator[tuple[int, int, Batch], None, None]:
         """The microbatches of `microbatches` of steps first_step <= step < last_step, in order.
 
-        Each comes with its step and number; those without samples as None.
+        Each comes with its step and number, in host memory; those without samples as None.
 
         Raises:
             LockstepError: the dataset raised it.
         """
+
+    def is_settled(self, step: int, may_change: bool) -> bool:
+        """Whether the first batch of a step is known before the end of the step before.
+
+        Args:
+            step: number of the step.
+            may_change: whether code of the user's runs between steps, which may change samples.
+        """
+        return False
 
     def know_passes(self, starts: Sequence[int]) -> None:  # noqa: B027
         """Take over `pass_starts` from a process that knows more of them."""
@@ -145,46 +155,44 @@ SMALL_BYTES = 1 << 16
 """CUDA's driver takes over as many at once, also from memory that is not pinned."""
 
 
-def host_memory(num: int, device: torch.device) -> Tensor:
-    """Float64 [num] that is copied to a device without waiting, where the device can do that."""
-    try:
-        return torch.empty(num, dtype=torch.float64, pin_memory=device.type != "cpu")
-    except RuntimeError:
-        return torch.empty(num, dtype=torch.float64)
-
-
 class BatchCopies:
-    """Copies batches to a device while it computes others: pinned, on a stream of its own."""
+    """Copies batches to a device while it computes others: pinned, on `stream`, if it has such."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.Stream(device)
-        self._copied(torch.empty(SMALL_BYTES + 1, dtype=torch.uint8))
+        self._device, self.stream = device, None
+        try:
+            self.stream = None if device.type == "cpu" else torch.Stream(device)
+            self(torch.empty(SMALL_BYTES + 1, dtype=torch.uint8))
+        except (RuntimeError, AttributeError):  # it has no such memory or streams
+            self.stream = None
 
     def __call__(self, batch: Batch) -> Batch:
         """See `to_device`; what is computed from now on finds the batch there."""
-        return with_tensors(batch, self._copied)
+        return batch if self._device.type == "cpu" else self.begin(batch)()
 
-    def _copied(self, tensor: Tensor) -> Tensor:
-        if not tensor.is_cpu or tensor.nbytes <= SMALL_BYTES:
+    def begin(self, batch: Batch) -> Callable[[], Batch]:
+        """Start to copy a batch; returns what gives it to all that is computed from then on."""
+        copies: list[Tensor] = []
+        there = with_tensors(batch, partial(self._copied, copies))
+        copied = self.stream.record_event() if self.stream is not None and copies else None
+        return partial(self._given, there, copies, copied)
+
+    def _copied(self, copies: list[Tensor], tensor: Tensor) -> Tensor:
+        if self.stream is None or not tensor.is_cpu or tensor.nbytes <= SMALL_BYTES:
             return tensor.to(self._device, non_blocking=True)
-        computing = torch.accelerator.current_stream(self._device)
         pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
-        with self._stream:
-            copy = pinned.to(self._device, non_blocking=True)
-        computing.wait_stream(self._stream)
-        # Else the next batch would come into its memory when Python forgets it, not the device.
-        copy.record_stream(computing)
-        return copy
+        with self.stream:
+            copies.append(pinned.to(self._device, non_blocking=True))
+        return copies[-1]
 
-
-def batch_copies(device: torch.device) -> Callable[[Batch], Batch]:
-    """What moves a rank's batches to its device: `BatchCopies` where there can be such."""
-    if device.type == "cpu":
-        return lambda batch: batch
-    try:
-        return BatchCopies(device)
-    except (RuntimeError, AttributeError):  # it has no such memory or streams
-        return partial(to_device, device=device)
+    def _given(self, there: Batch, copies: list[Tensor], copied: torch.Event | None) -> Batch:
+        if copied is not None:
+            computing = torch.accelerator.current_stream(self._device)
+            computing.wait_event(copied)
+            for copy in copies:
+                # Else the next batch would come here when Python forgets it, not the device.
+                copy.record_stream(computing)
+        return there
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -276,21 +284,6 @@ class Fetcher(Dataset[Batch]):
         return [tensor.index_select(0, indices) for tensor in tensors]
 
 
-def dataset_size(dataset: Dataset[Any], split: str) -> int:
-    """Number of samples.
-
-    Raises:
-        DataError: the dataset has no `__len__` or `__getitem__`.
-    """
-    for method in ("__len__", "__getitem__"):
-        if not hasattr(dataset, method):
-            raise DataError(
-                f"dataset({split!r}): a {type(dataset).__name__} has no {method}; a dataset must "
-                "have __len__ and __getitem__ (torch.utils.data.Dataset)"
-            )
-    return len(dataset)  # type: ignore[arg-type]
-
-
 class Loader(BatchSource):
     """Microbatches of a map-style dataset, fetched in this process or ahead of time in others."""
 
@@ -315,13 +308,15 @@ class Loader(BatchSource):
 
     def microbatch(self, step: int, microbatch: int) -> Batch | None:
         """One microbatch, fetched now; None if it has no samples."""
+        return self.copies(self._fetch(step, microbatch))
+
+    def _fetch(self, step: int, microbatch: int) -> Batch | None:
         fetcher = self._fetcher
         if fetcher.tensors is not None:  # nothing is drawn, so no key is needed
             indices = self._sampler.indices(step, microbatch)
-            batch = fetcher.rows(fetcher.tensors, indices) if indices.numel() else None
-            return self._copies(batch)
+            return fetcher.rows(fetcher.tensors, indices) if indices.numel() else None
         request = self._request(step, microbatch)
-        return None if request is None else self._copies(self._fetcher[request])
+        return None if request is None else fetcher[request]
 
     def halved(self, step: int, microbatch: int) -> Iterator[Batch]:
         """A microbatch and its two halves, fetched now; nothing if it cannot be halved."""
@@ -335,9 +330,7 @@ class Loader(BatchSource):
     def stream(
         self, microbatches: Assigned, first_step: int, last_step: int
     ) -> Generator[tuple[int, int, Batch], None, None]:
-        """The microbatches of `microbatches` of steps first_step <= step < last_step, in order.
-
-        Each comes with its step and number; those without samples as None.
+        """See `BatchSource.stream`.
 
         Raises:
             LockstepError: the dataset raised it.
@@ -346,7 +339,7 @@ class Loader(BatchSource):
         if not self.num_workers:
             for step in range(first_step, last_step):
                 for m in range(*microbatches):
-                    yield step, m, self.microbatch(step, m)
+                    yield step, m, self._fetch(step, m)
             return
         steps = range(first_step, last_step)
         requests = (self._request(step, m) for step in steps for m in range(*microbatches))
@@ -358,7 +351,7 @@ class Loader(BatchSource):
                 num_workers=self.num_workers,
                 prefetch_factor=self._prefetch,
                 generator=torch.Generator(),  # else it draws from, and so changes, the global one
-                pin_memory=isinstance(self._copies, BatchCopies),
+                pin_memory=self.copies.stream is not None,
             ),
             self,
         )
@@ -370,7 +363,14 @@ class Loader(BatchSource):
                         raise batch
                     if (step + 1) & step == 0 and m == microbatches.first:
                         self._check_fetched(step, m, batch)
-                    yield step, m, self._copies(batch)
+                    yield step, m, batch
+
+    def is_settled(self, step: int, may_change: bool) -> bool:
+        """See `BatchSource.is_settled`; none of the user's code is called for such a batch."""
+        if self.num_workers:  # of which `_check_fetched` compares some batches
+            return (step + 1) & step != 0 and not self._sampler.is_given
+        is_plain = self._fetcher.tensors is not None and self._sampler.is_drawn(step)
+        return is_plain and not may_change
 
     def _check_fetched(self, step: int, microbatch: int, batch: Batch | None) -> None:
         """Refuse a dataset that returns another batch in a worker process than in this one.

@@ -274,8 +274,7 @@ class PartsLoader(BatchSource):
                     found = next(batches)
                     if found is not None:
                         self._add(found.place)
-                    batch = None if found is None else self._copies(found.batch)
-                    yield step, microbatch, batch
+                    yield step, microbatch, None if found is None else found.batch
 
     def _fetched(self, own: range, steps: range) -> Generator[Fetched | None, None, None]:
         with closing(self._fetcher()) as fetcher:

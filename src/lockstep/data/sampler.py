@@ -323,7 +323,11 @@ class PartsLayout(BatchLayout):
 
 
 class ElasticSampler(BatchLayout):
-    """Assigns samples of a map-style dataset to steps, in a new random order for each epoch."""
+    """Assigns samples of a map-style dataset to steps, in a new random order for each epoch.
+
+    Attributes:
+        is_given: whether the order is the task's.
+    """
 
     def __init__(
         self,
@@ -344,8 +348,7 @@ class ElasticSampler(BatchLayout):
             seed: seed of the orders of all epochs.
             shuffle: whether to draw the orders; else samples come in the dataset's order.
             drop_last: whether the samples that do not fill an epoch's last batch are left out.
-            order: function that returns the `num_samples` samples of an epoch, instead of
-                `shuffle`.
+            order: function that returns the samples of an epoch, instead of `shuffle`.
 
         Raises:
             DataError: there are no samples.
@@ -355,7 +358,7 @@ class ElasticSampler(BatchLayout):
         self._seed = seed
         self._draw = order or (shuffled if shuffle else in_order)(num_samples)
         self._epoch = -1
-        self._is_given = order is not None
+        self.is_given = order is not None
         self._digests: dict[int, int] = {}
         self._order = np.empty(0, dtype=np.int64)
 
@@ -366,13 +369,17 @@ class ElasticSampler(BatchLayout):
             drawn = self._draw(epoch, order_generator(self._seed, epoch))
             self._order = drawn.astype(np.int64, copy=False)
             self._epoch = epoch
-            if self._is_given:
+            if self.is_given:
                 # Samples are fetched ahead: steps of the epoch before may still be computed.
                 newest = {epoch - 1: self._digests.get(epoch - 1, 0)}
                 self._digests = newest | {epoch: _digest(self._order)}
         first, last = self.positions(step, microbatch)
         # Slicing an array takes half the time of slicing a tensor.
         return torch.from_numpy(self._order[first:last])
+
+    def is_drawn(self, step: int) -> bool:
+        """Whether no code of the task is called for the samples of a step."""
+        return not self.is_given or self.epoch(step) == self._epoch
 
     def order_digest(self, step: int) -> int:
         """See `BatchLayout.order_digest`."""

@@ -310,7 +310,7 @@ class StreamLoader(BatchSource):
         """One microbatch, from a pass of its own; None if it has no samples."""
         reader = self._new_reader()
         try:
-            return self._fetch(reader, step, microbatch)
+            return self.copies(self._fetch(reader, step, microbatch))
         finally:
             reader.close()
 
@@ -322,14 +322,12 @@ class StreamLoader(BatchSource):
         middle = (len(samples) + 1) // 2
         if len(samples) > 1:
             for part in (samples, samples[:middle], samples[middle:]):
-                yield self._batch(epoch, step, microbatch, part)
+                yield self.copies(self._batch(epoch, step, microbatch, part))
 
     def stream(
         self, microbatches: Assigned, first_step: int, last_step: int
     ) -> Generator[tuple[int, int, Batch], None, None]:
-        """The microbatches of `microbatches` of steps first_step <= step < last_step, in order.
-
-        Each comes with its step and number; those without samples as None.
+        """See `BatchSource.stream`.
 
         Raises:
             LockstepError: the stream raised it, is empty, or has another length than it says.
@@ -369,4 +367,4 @@ class StreamLoader(BatchSource):
         seed_all(random_key(self._seed, Stream.DATA, step, microbatch))
         batch = self._collate(samples)
         self.watched.check()
-        return self._copies(batch)
+        return batch

@@ -10,7 +10,7 @@ import torch
 
 from lockstep.comm.transport import Transport
 from lockstep.config import TrainConfig
-from lockstep.data.loader import BatchSource, Loader, dataset_size
+from lockstep.data.loader import BatchSource, Loader
 from lockstep.data.parts import StreamParts
 from lockstep.data.parts_loader import PartsLoader
 from lockstep.data.passes import is_stream, stream_length
@@ -207,3 +207,18 @@ def _own_order(
     order = weighted(weights, num_samples)
     drawn = order(0, order_generator(config.seed, 0))
     return order, num_samples, hashlib.sha256(np.ascontiguousarray(drawn).tobytes()).hexdigest()
+
+
+def dataset_size(dataset: Any, split: str) -> int:
+    """Number of samples.
+
+    Raises:
+        DataError: the dataset has no `__len__` or `__getitem__`.
+    """
+    missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
+    if missing:
+        raise DataError(
+            f"dataset({split!r}): a {type(dataset).__name__} has no {missing[0]}; a dataset must "
+            "have __len__ and __getitem__ (torch.utils.data.Dataset)"
+        )
+    return len(dataset)

@@ -728,3 +728,44 @@ def test_a_training_that_stops_leaves_no_handler_of_signals(tmp_path: Path) -> N
     before = signal.getsignal(signal.SIGCHLD)
     run(tmp_path / "run", Plain(), stop_at_step=3, data={"num_workers": 1})
     assert signal.getsignal(signal.SIGCHLD) is before
+
+
+class Idle(ls.Task):
+    """Does nothing."""
+
+    def build_model(self) -> nn.Module:
+        """See `ls.Task`."""
+        return nn.Identity()
+
+    def dataset(self, split: str) -> None:
+        """See `ls.Task`."""
+
+
+class AtEachStep(Idle):
+    """May change anything."""
+
+    def after_step(self, model: Any, step: int) -> None:
+        """See `ls.Task`."""
+
+
+class Shown(ls.Hook):
+    """Runs on the first rank."""
+
+    first_only = True
+
+
+@pytest.mark.parametrize(
+    ("state", "may_change"),
+    [
+        (TaskState(Idle()), False),
+        (TaskState(Idle(), [ls.hooks.EMA(), Shown()]), False),
+        (TaskState(Idle(), is_driven=True), True),
+        (TaskState(AtEachStep()), True),
+        (TaskState(Idle(), [ls.Hook(), type("Own", (ls.Hook,), {})()]), True),
+        (TaskState(Idle(), [type("Own", (ls.hooks.EMA,), {})()]), True),
+    ],
+)
+def test_code_of_the_users_between_steps_may_change_the_data(
+    state: TaskState, may_change: bool
+) -> None:
+    assert state.may_change_data == may_change

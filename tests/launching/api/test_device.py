@@ -105,12 +105,16 @@ def test_errors_of_memory_are_named_and_others_stay_as_they_are() -> None:
 
 
 def test_more_ranks_than_gpus_are_refused(gpu_alone: list[torch.device]) -> None:
-    second = Environment("local", 1, 2, 1, 2)
-    with (
-        pytest.raises(ConfigError, match="1 GPUs for 2 ranks"),
-        on_device(TrainConfig(device="cuda"), second),
-    ):
-        pass
+    first, second = (Environment("local", rank, 2, rank, 2) for rank in range(2))
+    said = []
+    for rank in (first, second):  # else the first would wait for the second, which has ended
+        with (
+            pytest.raises(ConfigError, match="1 GPUs for 2 ranks") as raised,
+            on_device(TrainConfig(device="cuda"), rank),
+        ):
+            pass
+        said.append(raised.value.is_alone)
+    assert said == [True, False]
     with on_device(TrainConfig(device="auto"), second) as device:
         assert device.type == "cpu"
 

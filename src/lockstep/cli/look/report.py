@@ -55,13 +55,8 @@ def report(
         ConfigError: matplotlib is not installed.
     """
     # They import PyTorch, which takes a second, and `lockstep runs` and `diagnose` do without.
+    from lockstep.observe.reading.report import page
     from lockstep.observe.reading.report.content import report_of
-    from lockstep.observe.reading.report.page import (
-        as_html,
-        as_markdown,
-        write_pictures,
-        write_text,
-    )
 
     run_dirs = [local_copy(run_dir) for run_dir in run_dirs]
     name = "report.md" if markdown else "report.html"
@@ -70,13 +65,15 @@ def report(
     lines = [f"report   {path}"]
     if markdown:
         folder = figures or path.with_name(f"{path.stem}_figures")
-        write_pictures(blocks, folder, ("svg", "png") if figures else ("svg",))
-        write_text(path, as_markdown(blocks, Path(os.path.relpath(folder, path.parent)).as_posix()))
+        page.write_pictures(blocks, folder, ("svg", "png") if figures else ("svg",))
+        page.write_text(
+            path, page.as_markdown(blocks, Path(os.path.relpath(folder, path.parent)).as_posix())
+        )
         lines.append(f"figures  {folder}")
     else:
-        write_text(path, as_html(blocks))
+        page.write_text(path, page.as_html(blocks))
         if figures is not None:
-            write_pictures(blocks, figures, ("svg", "png"))
+            page.write_pictures(blocks, figures, ("svg", "png"))
             lines.append(f"figures  {figures}")
     return lines
 

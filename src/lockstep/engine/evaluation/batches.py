@@ -14,11 +14,12 @@ from torch.utils.data import default_collate
 
 from lockstep.config import TrainConfig
 from lockstep.data.attributes import AttributeGuard
-from lockstep.data.loader import Fetcher, Request, dataset_size, set_epoch, to_device
+from lockstep.data.loader import Fetcher, Request, set_epoch, to_device
 from lockstep.data.passes import Draws, Pass, is_stream, stream_length
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.engine.task import Task
 from lockstep.engine.task_config import own_collate
+from lockstep.engine.training_data import dataset_size
 from lockstep.errors import ConfigError, DataError, TaskError, shared
 from lockstep.parallel.layout import split
 

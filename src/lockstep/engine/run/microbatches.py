@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
 
 from lockstep.config import TrainConfig
+from lockstep.data.loader import BatchCopies
 from lockstep.engine.assembly import Parts
 from lockstep.engine.optimizer.optimizer_state import OptimizerState
 from lockstep.engine.run.progress import Progress
@@ -155,6 +158,48 @@ def better(ranges: Sequence[Assigned], each: Mapping[int, float]) -> Proposal | 
     return Proposal(proposed, slowest, each[slowest] / min(each.values()))
 
 
+Numbered: TypeAlias = tuple[int, int, Any]
+"""Step, number and batch of a microbatch."""
+
+
+class DeviceBatches(Iterator[Numbered]):
+    """Batches that come to a device, the next one possibly before it is needed.
+
+    Args:
+        batches: microbatches in order, in host memory.
+        copies: copies them to the device.
+    """
+
+    def __init__(self, batches: Generator[Numbered, None, None], copies: BatchCopies) -> None:
+        self._batches, self._copies = batches, copies
+        self._begun: tuple[int, int, Callable[[], Any]] | Exception | None = None
+
+    def __next__(self) -> Numbered:
+        begun, self._begun = self._begun, None
+        if isinstance(begun, Exception):
+            raise begun
+        step, number, batch = begun or self._begin()
+        return step, number, batch()
+
+    def begin(self) -> None:
+        """Fetch the next batch and start its copy; what this raises comes when it is needed."""
+        try:
+            self._begun = self._begin()
+        except StopIteration:
+            return
+        except Exception as error:
+            self._begun = error
+
+    def close(self) -> None:
+        """Fetch no more, and forget what was begun."""
+        self._begun = None
+        self._batches.close()
+
+    def _begin(self) -> tuple[int, int, Callable[[], Any]]:
+        step, number, batch = next(self._batches)
+        return step, number, self._copies.begin(batch)
+
+
 class Microbatches:
     """Assigns microbatches to ranks; the result of a step does not depend on the assignment.
 
@@ -180,6 +225,9 @@ class Microbatches:
         # In rounds all ranks wait for the slowest one, however many microbatches it has.
         every = 0 if config.shards_gradients else config.balance_every
         self._balancer = Balancer(every, parts.placement.mesh.of_each_replica)
+        self._may_change = parts.task_state.may_change_data
+        if parts.loader.copies.stream is not None:
+            parts.train_step.meanwhile = self._begin_next
         self.stream = self._open(progress.step)
 
     def regroup(self, step: int, state: OptimizerState | None) -> None:
@@ -247,7 +295,21 @@ class Microbatches:
         self._balancer.use(ranges)
         self.refetch(step)
 
-    def _open(self, step: int) -> Generator[Any, None, None]:
+    def _begin_next(self) -> None:
+        """Begin the next step's first batch; within the next step, the device hides all others."""
+        is_settled = self._parts.loader.is_settled(self._parts.placement.step + 1, self._may_change)
+        if not is_settled or not isinstance(self.stream, DeviceBatches):
+            return
+        watch, computed = self._parts.train_step.watch, torch.Event(self._runtime.device)
+        computed.record()
+        watch.compute_s += watch.lap()
+        self.stream.begin()
+        if computed.query():  # the device has waited for this process
+            watch.data_s += watch.lap()
+
+    def _open(self, step: int) -> Generator[Numbered, None, None] | DeviceBatches:
         ranges = self._parts.placement.mesh.of_ranks(self._balancer.ranges)
         microbatches = ranges[self._transport.rank]
-        return self._parts.loader.stream(microbatches, step, self._parts.total_steps)
+        loader = self._parts.loader
+        batches = loader.stream(microbatches, step, self._parts.total_steps)
+        return batches if self._runtime.is_on_cpu else DeviceBatches(batches, loader.copies)

@@ -45,6 +45,16 @@ class TaskState:
         """Whether the optimizer's state and groups may change beside its steps."""
         return self.may_change_model or any(not hook.first_only for hook in self.hooks)
 
+    @property
+    def may_change_data(self) -> bool:
+        """Whether code of the user's runs between steps, which may change the training data.
+
+        What runs on the first rank alone may not, and Lockstep's own hooks do not.
+        """
+        modules = {type(hook).__module__ for hook in self.hooks if not hook.first_only}
+        has_own = type(self.task).after_step is not Task.after_step
+        return self.is_driven or has_own or bool(modules - {"lockstep.hooks"})
+
     def capture(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Copies of all state: its tensors, on the CPU, and its other values as plain JSON.
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.data.loader import host_memory
+from lockstep.comm.ahead import host_memory
 from lockstep.engine.checkpoint.run_directory import DIRECTORY_LOST
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.passes.loss_checks import check_weight, non_finite_gradient, non_finite_loss

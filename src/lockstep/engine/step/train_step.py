@@ -7,7 +7,7 @@ all ranks have what they need to apply it: once one has applied it, all others c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -65,6 +65,7 @@ class TrainStep:
         with_buddy: whether each rank steps the slice of the rank before it too.
         carries: what microbatches carry from step to step; None if they carry nothing.
         tables: tables whose rows are distributed; None if the model has none.
+        meanwhile: function that is called while a device computes the passes of a step.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class TrainStep:
         model, flat, state = trained.model, trained.flat, trained.state
         optimizer, total_steps = optimization.optimizer, optimization.total_steps
         self._runtime, self.model = runtime, model
+        self.meanwhile: Callable[[], None] | None = None
         self.placement, self.task_state, self.watched = placement, task_state, compute.watched
         self.sharded = config.shards_optimizer
         self.with_buddy = self.sharded and config.optimizer.buddy and runtime.transport.can_regroup
@@ -167,6 +169,8 @@ class TrainStep:
         if error is not None and self.placement.are_coupled and not self.placement.can_wake:
             # Others wait for this rank inside the step, and only its end wakes them.
             raise own_failure(self._runtime.transport, error)
+        if self.meanwhile is not None and error is None:
+            self.meanwhile()
         self._runtime.at("reduce", step)
         summed = self._sum(step, error)
         # What tables send, this process looks at before it goes on.

@@ -15,7 +15,7 @@ from lockstep.config import TrainConfig
 from lockstep.data.random import accelerator
 from lockstep.engine.passes.precision import use_deterministic_algorithms
 from lockstep.engine.runtime import is_out_of_memory, out_of_memory
-from lockstep.errors import ConfigError, EnvironError, TaskError
+from lockstep.errors import ConfigError, EnvironError, TaskError, alone
 from lockstep.launching.rank.environment import Environment
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -80,11 +80,13 @@ def find_device(wanted: str, environment: Environment) -> torch.device:
         raise ConfigError(
             f"device={wanted!r}: torch {torch.__version__} {why_no_gpu(kind)}, or set device=cpu"
         )
-    if environment.local_rank >= count:
-        raise ConfigError(
+    if max(environment.local_rank + 1, environment.local_world_size) > count:
+        error = ConfigError(
             f"device={wanted!r}: this host has {count} GPUs for {environment.local_world_size} "
             "ranks; start fewer ranks or set device=cpu"
         )
+        # All ranks of this host raise it, and one says it: other hosts may have enough.
+        raise error if environment.local_rank else alone(error)
     return torch.device(kind, environment.local_rank)
 
 

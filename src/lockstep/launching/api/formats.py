@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lockstep.config import TrainConfig
-from lockstep.data.loader import Fetcher, Request, dataset_size
+from lockstep.data.loader import Fetcher, Request
 from lockstep.data.random import Stream, random_key
 from lockstep.engine.task import Task
 from lockstep.engine.task_config import own_collate
+from lockstep.engine.training_data import dataset_size
 from lockstep.errors import ConfigError, DataError, LockstepError, TaskError
 from lockstep.launching.systems import GivesExample
 

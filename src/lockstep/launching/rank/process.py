@@ -227,15 +227,19 @@ def tell(error: LockstepError, place: str = "") -> None:
 
 
 def _prints(error: LockstepError) -> bool:
-    """Whether this is rank 0, of the group or else of the launch, or the only rank that knows."""
+    """Whether this is rank 0, of the group or else of the launch, or may be the only one to say it.
+
+    torchrun ends all ranks as soon as one has ended, which may be before rank 0 knows.
+    """
     if error.is_alone:
         return True
     if error.rank is not None:
         return error.rank == 0
     try:
-        return detect(os.environ).rank == 0
+        environment = detect(os.environ)
     except LockstepError:
         return True
+    return environment.rank == 0 or environment.launcher == "torchrun"
 
 
 class Profiler:
