@@ -5,7 +5,9 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 # Containers often set it; then each interpreter that a test starts compiles Lockstep again.
 export PYTHONDONTWRITEBYTECODE :=
-# Compiled afterwards, on all cores, with Lockstep itself.
+# Of what is installed, most is never imported. What most processes import is compiled afterwards,
+# on all cores, with Lockstep itself; else each of the first processes would compile it.
+COMPILED := torch numpy pydantic rich typer hypothesis _pytest
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 .PHONY: venv train test test-docs test-fuzz test-campaigns test-slow test-slurm test-slurm-slow lint types docs docs-tables docs-pictures docs-run docs-screens bench clean
@@ -16,7 +18,8 @@ venv: .venv/.installed
 	$(PYTHON) -m venv .venv
 	$(INSTALL) "$(TORCH)"
 	$(INSTALL) --editable ".[recipes,tensorboard,dev]"
-	$(BIN)/python -m compileall -q -j 0 .venv/lib src >/dev/null || true
+	$(BIN)/python -m compileall -q -j 0 -x '/(tests|testing|_inductor)/' src \
+		$(COMPILED:%=.venv/lib/python3.*/site-packages/%) >/dev/null || true
 	touch $@
 
 train: venv
