@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from lockstep.errors import ConfigError, alone
@@ -28,21 +30,27 @@ SLURM = {
 
 
 @pytest.mark.parametrize(
-    ("env", "error", "printed"),
+    ("env", "error", "printed", "waits"),
     [
-        (SLURM, ConfigError("no GPU"), ""),
-        (SLURM, alone(ConfigError("no GPU")), "error: no GPU\n"),
-        (TORCHRUN, ConfigError("no GPU"), "error: no GPU\n"),
+        (SLURM, ConfigError("no GPU"), "", False),
+        (SLURM, alone(ConfigError("no GPU")), "error: no GPU\n", False),
+        (TORCHRUN, alone(ConfigError("no GPU")), "error: no GPU\n", False),
+        (TORCHRUN, ConfigError("no GPU"), "", True),
+        (TORCHRUN | {"RANK": "0"}, ConfigError("no GPU"), "error: no GPU\n", False),
     ],
 )
-def test_the_second_rank_says_what_the_first_may_have_no_time_for(
+def test_under_torchrun_the_others_leave_the_first_rank_time_to_speak(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     env: dict[str, str],
     error: ConfigError,
     printed: str,
+    waits: bool,
 ) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     tell(error)
     assert capsys.readouterr().err == printed
+    assert bool(waited) == waits

@@ -129,6 +129,7 @@ def test_restarts_have_their_own_likelihoods() -> None:
     assert model.angles.grad.abs().amin(0).max() > 0
 
 
+@pytest.mark.slow
 def test_nothing_beats_the_grammar_itself_and_networks_beat_chance() -> None:
     task = quantum(grammar=300)
     found = task.baselines(task.build_model(), "test")

@@ -9,6 +9,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -215,6 +216,10 @@ def whole_lines() -> Iterator[None]:
                 stream.reconfigure(line_buffering=before[0], write_through=before[1])
 
 
+_SPEAK_S = 5.0
+"""torchrun ends all ranks as soon as one has ended: others leave the first one so long to speak."""
+
+
 def tell(error: LockstepError, place: str = "") -> None:
     """Print an error for the user, if this is the rank to do so and it was not printed yet.
 
@@ -222,24 +227,18 @@ def tell(error: LockstepError, place: str = "") -> None:
         error: the error.
         place: text to add to the message.
     """
-    if not error.is_told and _prints(error):
-        print(f"error: {error}{place}", file=sys.stderr, flush=True)
-
-
-def _prints(error: LockstepError) -> bool:
-    """Whether this is rank 0, of the group or else of the launch, or may be the only one to say it.
-
-    torchrun ends all ranks as soon as one has ended, which may be before rank 0 knows.
-    """
-    if error.is_alone:
-        return True
-    if error.rank is not None:
-        return error.rank == 0
+    if error.is_told:
+        return
     try:
         environment = detect(os.environ)
     except LockstepError:
-        return True
-    return environment.rank == 0 or environment.launcher == "torchrun"
+        environment = None  # whoever cannot know its rank has to say so
+    # Rank 0 of the group or else of the launch, or the only rank that knows.
+    rank = error.rank if error.rank is not None or environment is None else environment.rank
+    if error.is_alone or not rank:
+        print(f"error: {error}{place}", file=sys.stderr, flush=True)
+    elif environment is not None and environment.launcher == "torchrun":
+        time.sleep(_SPEAK_S)
 
 
 class Profiler:

@@ -253,6 +253,7 @@ def check(seed: int, twice: bool) -> None:
         )
 
 
+@pytest.mark.slow
 def test_random_formulas_are_the_peers() -> None:
     for seed in range(8):
         check(seed, twice=seed % 4 == 0)
