@@ -212,9 +212,10 @@ METHOD = (
 def spread(found: Sequence[dict[str, Any]], *path: str, scale: float = 1, decimals: int = 4) -> str:
     values = []
     for one in found:
+        value: Any = one
         for key in path:
-            one = one[key]
-        values.append(scale * float(one))  # type: ignore[arg-type]
+            value = value[key]
+        values.append(scale * float(value))
     return around(values, decimals)
 
 

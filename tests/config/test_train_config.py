@@ -185,6 +185,13 @@ def test_any_values_survive_yaml(
     assert load(TrainConfig, path) == config
 
 
+def test_bytes_that_are_no_text_survive_yaml(tmp_path: Path) -> None:
+    config = TrainConfig(watch=b"r\xe9n".decode("utf-8", "surrogateescape"))
+    path = tmp_path / "any.yaml"
+    path.write_text(config.to_yaml(), encoding="utf-8")
+    assert load(TrainConfig, path) == config
+
+
 @pytest.mark.parametrize(
     ("item", "key", "value"),
     [

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -108,7 +108,7 @@ def collective(method: _Method) -> _Method:
             calls.end(place, is_done)
             self.observer.go()
 
-    return wrapped  # type: ignore[return-value]
+    return cast("_Method", wrapped)
 
 
 class Transport(ABC):

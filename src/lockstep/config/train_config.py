@@ -307,7 +307,10 @@ class TrainConfig(Section):
 
     def to_yaml(self) -> str:
         """All keys with their values, as YAML that `load` reads back."""
+        values = self.model_dump(mode="json")
         # The emitter in C, where PyYAML has it, writes the same text in a quarter of the time.
-        dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-        text: str = yaml.dump(self.model_dump(mode="json"), Dumper=dumper, sort_keys=False)
-        return text
+        fast = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+        try:
+            return str(yaml.dump(values, Dumper=fast, sort_keys=False))
+        except UnicodeEncodeError:  # names of files may have bytes that are no text
+            return yaml.safe_dump(values, sort_keys=False)

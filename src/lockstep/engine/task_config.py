@@ -190,11 +190,11 @@ def scratch_paths(task: Task) -> tuple[str, ...]:
 
 def is_part_of(path: str, wholes: Iterable[str]) -> bool:
     """Whether a path is one of some others, or lies below one of them."""
-    return any(path == one or path.startswith((f"{one}.", f"{one}[", f"{one}!")) for one in wholes)
+    return not outside({path: ""}, wholes)
 
 
 def outside(texts: Mapping[str, str], wholes: Iterable[str]) -> dict[str, str]:
-    """Those of some texts by path that are not a part of any of some other paths."""
+    """Those of some texts by path whose path is none of some others, and lies below none."""
     names = {*wholes}
     below = tuple(f"{name}{sign}" for name in names for sign in ".[!")
     return {p: text for p, text in texts.items() if p not in names and not p.startswith(below)}

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lockstep.engine.events import Event, RunStarted, Warned
+from lockstep.observe.text import count
 
 
 class Sink(ABC):
@@ -30,18 +31,13 @@ class Sink(ABC):
         """
 
 
-def rows(number: int) -> str:
-    """A number of rows in words."""
-    return f"{number:,} row{'' if number == 1 else 's'}"
-
-
 class RowsLeftOut(OSError):
     """A file is written again, and lacks a number of rows for which there was no room."""
 
     def __init__(self, path: Path, number: int) -> None:
         super().__init__(
-            f"{path}: lacks {rows(number)}, for which there was no room while it could not be "
-            "written"
+            f"{path}: lacks {count(number, 'row')}, for which there was no room while it could not "
+            "be written"
         )
         self.number = number
 

@@ -526,6 +526,26 @@ def test_a_rank_that_leaves_while_others_wait_for_it(tmp_path: Path) -> None:
     assert [r["slot"] for r in rows if r["event"] == "RankLost"] == [1]
 
 
+STOPPED = """
+import os, signal, sys
+import lockstep as ls
+from lockstep.systems.digits.task import Digits
+
+ls.main(Digits(), Digits.Config(steps=3, hang_timeout_s=1), run_dir=sys.argv[1])
+if os.environ["LOCKSTEP_LOCAL_RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_a_rank_that_is_stopped_after_its_session_keeps_nobody_waiting(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    outcome, _, rows = run(ranks_of("local", [*code(STOPPED), str(run_dir)], 2), run_dir)
+    assert rows[-1]["event"] == "Finished"
+    assert outcome.exit_code == 128 + signal.SIGKILL  # who knows what its script had yet to do
+    assert "was stopped by a signal for 1 s" in outcome.stderr_tail
+
+
 def test_an_unwritable_run_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunDirectoryError, match=r"ranks\.log: cannot be written.*--run-dir"):

@@ -230,7 +230,7 @@ class Walk:
 def _is_opaque(value: object) -> bool:
     if isinstance(value, _OPAQUE) or (isinstance(value, GENERATORS) and is_global(value)):
         return True
-    if isinstance(value, (type, types.FunctionType)):
+    if isinstance(value, type):
         return is_library(value.__module__)
     if isinstance(value, (threading.local, *_WEAK)) or has_text(value):
         return False

@@ -30,7 +30,7 @@ from lockstep.engine.audit.hidden_state import KEYS, Walk, hidden_state, module_
 from lockstep.engine.audit.lasting_values import Caches
 from lockstep.engine.audit.reachable import MOST_BYTES, modules_around
 from lockstep.engine.snapshot.task_state import TaskState
-from lockstep.engine.task_config import is_part_of, is_scratch, outside, scratch_paths
+from lockstep.engine.task_config import is_scratch, outside, scratch_paths
 from lockstep.errors import TaskError, shared
 
 _SETTINGS = ("torch.get_default_dtype()", "torch.get_num_threads()", "torch.is_grad_enabled()")
@@ -177,7 +177,7 @@ class PassState:
         self.free.update(*(free for _, free in everyone))
         start = self._at_start or {}
         texts = transport.gather_json(
-            {p: [t, start.get(p) == t] for p, t in own.items() if not is_part_of(p, self.free)}
+            {p: [t, start.get(p) == t] for p, t in outside(own, self.free).items()}
         )
         paths = _different(texts)
         new = [p for p in paths if not all(theirs[p][1] for theirs in texts if p in theirs)]

@@ -297,9 +297,9 @@ class Microbatches:
 
     def _begin_next(self) -> None:
         """Begin the next step's first batch; within the next step, the device hides all others."""
-        is_settled = self._parts.loader.is_settled(self._parts.placement.step + 1, self._may_change)
-        if not is_settled or not isinstance(self.stream, DeviceBatches):
+        if not self._parts.loader.is_settled(self._parts.placement.step + 1, self._may_change):
             return
+        assert isinstance(self.stream, DeviceBatches), "there is a stream for copies to a device"
         watch, computed = self._parts.train_step.watch, torch.Event(self._runtime.device)
         computed.record()
         watch.compute_s += watch.lap()

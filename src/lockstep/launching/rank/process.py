@@ -223,6 +223,8 @@ _SPEAK_S = 5.0
 def tell(error: LockstepError, place: str = "") -> None:
     """Print an error for the user, if this is the rank to do so and it was not printed yet.
 
+    Another rank leaves that one the time to do so, under torchrun.
+
     Args:
         error: the error.
         place: text to add to the message.

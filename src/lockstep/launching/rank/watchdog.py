@@ -57,7 +57,7 @@ class Watchdog:
             stopped while it leaves would keep the others, and the launcher, waiting.
     """
 
-    _staying: ClassVar[subprocess.Popen[bytes] | None] = None
+    _staying: ClassVar[Watchdog | None] = None
 
     def __init__(
         self,
@@ -84,9 +84,10 @@ class Watchdog:
         with contextlib.suppress(OSError):
             self._report.unlink(missing_ok=True)
             self._waiting.unlink(missing_ok=True)
+        if Watchdog._staying is not None:
+            Watchdog._staying._end()
         self._stack_fd = os.memfd_create("lockstep-stack")
         faulthandler.register(STACK_SIGNAL, file=self._stack_fd, all_threads=True)
-        self._end_staying()
         descriptors = (self._heartbeat_fd, self._stack_fd, self._calls_fd)
         paths = (self._report, self._calls, self._waiting)
         arguments = [os.getpid(), *descriptors, self._timeout_s, *paths, self._name]
@@ -100,21 +101,21 @@ class Watchdog:
 
     def __exit__(self, *_: object) -> None:
         if self._child is not None:
-            Watchdog._staying, self._child = self._child, None
-            if not self._stays:
-                self._end_staying()
-                faulthandler.unregister(STACK_SIGNAL)
-                os.close(self._stack_fd)
+            if self._stays:
+                Watchdog._staying = self
+            else:
+                self._end()
             with contextlib.suppress(OSError):
                 self._waiting.unlink(missing_ok=True)
                 self._waiting.parent.rmdir()  # if it is empty
 
-    @staticmethod
-    def _end_staying() -> None:
-        if (child := Watchdog._staying) is not None:
-            Watchdog._staying = None
-            child.kill()
-            child.wait()
+    def _end(self) -> None:
+        assert self._child is not None, "it has begun"
+        self._child.kill()
+        self._child.wait()
+        self._child = Watchdog._staying = None
+        faulthandler.unregister(STACK_SIGNAL)
+        os.close(self._stack_fd)
 
 
 def main(

@@ -215,12 +215,12 @@ def _described(
     pair: tuple[Tensor | None, Tensor | None],
     last_equal: int | None,
 ) -> TensorParting:
+    import torch
+
     one, other = pair
     if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
         kinds = tuple("none" if t is None else f"{t.dtype} {list(t.shape)}" for t in pair)
         return TensorParting(step, file, name, 0, 0, (), (kinds[0], kinds[1]), 0, last_equal)
-    import torch
-
     width = one.element_size()
     bits = [t.contiguous().reshape(-1).view(torch.uint8).view(-1, width) for t in (one, other)]
     where = (bits[0] != bits[1]).any(1).nonzero()[:, 0]

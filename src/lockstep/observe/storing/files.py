@@ -12,7 +12,8 @@ from pathlib import Path
 from lockstep.config.files import open_regular, open_to_read, replacing_binary
 from lockstep.engine.events import PICTURES, Event, Logged, RunStarted, picture_path
 from lockstep.errors import RunDirectoryError, file_errors
-from lockstep.observe.sink import RowsLeftOut, Sink, rows
+from lockstep.observe.sink import RowsLeftOut, Sink
+from lockstep.observe.text import count
 
 
 def opening(path: Path) -> AbstractContextManager[None]:
@@ -136,7 +137,7 @@ class AppendFile:
             self.flush()
         except OSError as error:
             if self.num_left_out:
-                left_out = rows(self.num_left_out)
+                left_out = count(self.num_left_out, "row")
                 error.strerror = f"{error.strerror}, and {left_out} had to be left out"
             raise
         finally:
