@@ -33,7 +33,7 @@ Peaks = dict[int, dict[str, int]]
 
 def measured(folder: Path, size: int, case: str) -> Peaks:
     """What ranks have had."""
-    variables = surroundings(environment(cold=True))
+    variables = surroundings(environment(cold=True)) | {"HOSTCCL_BLOCKS": "1"}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
