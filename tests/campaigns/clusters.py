@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,12 @@ class SlurmFaults(Faults):
             "stopped": Kind(2, self._stop_daemon, lasts=False, loses=False),
             "cancel": Kind(1, self._cancel, only=True),
         }
+
+    def _with_target(self, name: str, hosts: Sequence[int]) -> list[int]:
+        # The job of a node that has just come back may still be waiting for it.
+        found = super()._with_target(name, hosts)
+        needs_agent = name in ("agent", "step")
+        return [host for host in found if not needs_agent or self.hosts.agent(host) is not None]
 
     def _kill_agent(self, host: int) -> Undo:
         pid = self.hosts.agent(host)

@@ -358,6 +358,20 @@ def test_all_ranks_die_and_are_started_again(train, tmp_path, reference):
     assert curves(tmp_path / "run") == reference[1]
 
 
+@SLOW_ON_MPI
+def test_ranks_that_find_nobody_they_could_replace_leave_checkpoints_alone(
+    train, tmp_path, reference
+):
+    faults = [PlannedFault(slot, 12, "committed") for slot in range(2)]
+    done = train(tmp_path / "run", 2, "--replace", 1, faults=faults)
+    assert done.returncode == 0, done.stderr
+    rows = read_events(tmp_path / "run" / "events.jsonl")
+    assert [r["step"] for r in rows if r["event"] == "Resumed"] == [10]
+    assert not [*(tmp_path / "run" / "checkpoints").glob("damaged_*")]
+    assert result(tmp_path / "run")["params_sha256"] == reference[0]
+    assert curves(tmp_path / "run") == reference[1]
+
+
 @pytest.mark.slow
 def test_the_launcher_gives_up_when_there_is_no_progress(lockstep, tmp_path):
     """Ranks that die at the same step in every life."""

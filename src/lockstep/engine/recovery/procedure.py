@@ -135,10 +135,11 @@ class Recovery:
         # is emitted.
         for message in self._runtime.take_over():
             self._runtime.emit(Warned(step=step, message=message))
-        self._is_save_lost = self._checkpointer.regroup(step)
-        self._runtime.at("catch_up", step)
         origin = find_origin(self._transport, former, self._owned, row, self._parts.facts)
         refuse_foreign_ranks(self._runtime, origin, step)
+        # Only now: for ranks that have all just begun, each checkpoint would be too new.
+        self._is_save_lost = self._checkpointer.regroup(step)
+        self._runtime.at("catch_up", step)
         self._parts.placement.assign([owned.column for owned in origin.owned])
         return origin
 
