@@ -87,6 +87,7 @@ class OnSlurm(OnCluster):
         return ["srun", "--quiet", "--nodes=1", "--ntasks=1", place, f"--job-name=h{host}", *argv]
 
     def start(self, host: int, *options: str) -> None:
+        self.cluster.start_node(NODES[host])
         # All nodes have one address, and it is the first one's by right.
         deadline = time.monotonic() + 30
         while host and not self.has_election and not self._listens():
@@ -154,12 +155,7 @@ class SlurmFaults(Faults):
         self.hosts.agents[host].kill()  # the client, which is on no node
         self.hosts.agents[host].wait()
         self.hosts.cluster.run("scancel", f"--name=h{host}")
-
-        def again() -> None:
-            self.hosts.cluster.start_node(node)
-            self.hosts.start(host)
-
-        return again
+        return lambda: self.hosts.start(host)
 
     def _kill_step(self, host: int) -> Undo:
         self.hosts.cluster.run("scancel", "--signal=KILL", f"{self.hosts.job(host)}.0")

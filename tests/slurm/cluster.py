@@ -113,8 +113,9 @@ class Cluster:
         self.wait_until_idle()
 
     def start_node(self, node: str) -> None:
-        """Start the daemon of a node."""
-        self._spawn("slurmd", "-D", "-N", node, name=node)
+        """Start the daemon of a node, if it does not run."""
+        if node not in self._processes:
+            self._spawn("slurmd", "-D", "-N", node, name=node)
 
     def wait_until_idle(self) -> None:
         """Wait until all nodes can take a job."""
