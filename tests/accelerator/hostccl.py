@@ -149,7 +149,7 @@ class HostcclGroup(dist.ProcessGroup):
                 except Exception:  # a kernel of NCCL goes on waiting for what will not come
                     self._aborted.wait()
             del views, call  # before the host goes on, which then has their memory
-            while not all(storage.expired() for storage in memory):
+            while not (self._aborted.is_set() or all(storage.expired() for storage in memory)):
                 time.sleep(1e-4)  # a thread of gloo still has them
             work.end()  # after an abort as if all were well: who reads the result has to ask
 

@@ -126,7 +126,8 @@ class Recovery:
 
         Raises:
             GroupBroken: a further rank was lost, or was refused.
-            RankFailure: the last rank with some blocks or shards is lost; on all ranks.
+            RankFailure: the last rank with some blocks or shards is lost, or all that had begun
+                are; on all ranks.
         """
         step = self._state.progress.step
         self._runtime.at("regroup", step)
