@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.sampler import ElasticSampler
+from lockstep.data.sampler import BatchLayout, ElasticSampler
 from lockstep.errors import DataError
 
 
@@ -143,3 +143,18 @@ def test_a_dataset_smaller_than_a_batch_makes_one_step_an_epoch() -> None:
 def test_an_empty_dataset_is_refused(num_samples: int) -> None:
     with pytest.raises(DataError, match=r"dataset\('train'\): is empty"):
         ElasticSampler(num_samples, 8, 2, seed=0)
+
+
+@given(
+    num_samples=st.none() | st.integers(1, 50),
+    first=st.integers(0, 200),
+    length=st.integers(0, 120),
+    every=st.integers(0, 60),
+)
+def test_what_is_due_in_a_range_is_what_is_due_after_each_of_its_counts(
+    num_samples, first, length, every
+):
+    layout = BatchLayout(num_samples, batch_size=4, num_microbatches=1)
+    counts = range(first, first + length)
+    due = [count for count in counts if layout.is_due(count, every)]
+    assert [*layout.due_among(counts, every)] == due

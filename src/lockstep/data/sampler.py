@@ -218,6 +218,13 @@ class BatchLayout:
         """Whether something is due after so many steps: every so many, or, for 0, each epoch."""
         return num_steps % every == 0 if every else self.is_epoch_end(num_steps)
 
+    def due_among(self, counts: range, every: int) -> range:
+        """Those of some counts, in steps of 1, for which `is_due` is true."""
+        period = every or self.steps_per_epoch
+        if period is None:
+            return range(0)
+        return range(-(-counts.start // period) * period, counts.stop, period)
+
     def is_epoch_end(self, num_steps: int) -> bool:
         """Whether an epoch ends after the first `num_steps` steps of a run."""
         return self.steps_per_epoch is not None and num_steps % self.steps_per_epoch == 0

@@ -14,6 +14,7 @@ import math
 import os
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from time import perf_counter
 from typing import Any
@@ -58,20 +59,24 @@ class ForeseenSaves:
     def __init__(self, config: TrainConfig, sampler: BatchLayout, total_steps: int) -> None:
         self._layout = sampler
         self._every = {config.checkpoint.every, config.eval_every}
-        self._ends = total_steps, config.stop_at_step
+        self._ends = {total_steps, config.stop_at_step or total_steps}
+
+    def among(self, counts: range) -> set[int]:
+        """Those of some counts, in steps of 1, after which a save is foreseen."""
+        due = [self._layout.due_among(counts, every) for every in self._every]
+        return {*chain(*due), *self._ends.intersection(counts)}
 
     def is_due(self, count: int) -> bool:
         """Whether a save is foreseen after so many steps."""
-        due = self._layout.is_due
-        return self.is_last(count) or any(due(count, every) for every in self._every)
+        return bool(self.among(range(count, count + 1)))
 
     def is_last(self, count: int) -> bool:
         """Whether the run, or this session, ends after so many steps if nothing ends it sooner."""
         return count in self._ends
 
-    def begins_epoch(self, step: int) -> bool:
-        """Whether a step, from 0, is the first of an epoch."""
-        return self._layout.is_epoch_end(step)
+    def first_of_epochs(self, steps: range) -> range:
+        """Those of some steps, from 0 and in steps of 1, with which an epoch begins."""
+        return self._layout.due_among(steps, 0)
 
 
 class PassState:
@@ -122,7 +127,7 @@ class PassState:
         self._modules: dict[str, nn.Module] = {}
         self._began, self._spent, self._look_s = perf_counter(), 0.0, 0.0
         self._is_free = True  # looks in few steps do not count
-        self._block, self._drawn = -1, 0
+        self._block, self._looks, self._tries = range(0), {-1}, {-1}
 
     def open(self) -> None:
         """Begin to watch."""
@@ -233,22 +238,16 @@ class PassState:
         Args:
             step: number of the step, from 0.
         """
-        count = step + 1
-        self._is_free = count & step == 0
-        if self._is_free:
-            return True
-        if step // _BLOCK != self._block:
-            self._block = step // _BLOCK
-            draw = random.Random(f"{self._seed} {self._block}")
-            self._drawn = self._block * _BLOCK + draw.randrange(_BLOCK)
-        if self._saves.is_last(count):
-            return self._look_s <= self._affordable()
-        if step != self._drawn and not self._saves.is_due(count):
-            return False
-        return self._spent <= self._affordable()
+        if step not in self._block:
+            self._plan(step)
+        self._is_free = step + 1 & step == 0
+        if self._is_free or step not in self._looks:
+            return self._is_free
+        spent = self._look_s if self._saves.is_last(step + 1) else self._spent
+        return spent <= self._affordable()
 
     def seconds_to_repeat(self, step: int, spent: float) -> float:
-        """How long it may take to repeat and compare a step; 0 if that is not due.
+        """How long it may take to repeat and compare the step of the last `is_due`; 0: not due.
 
         State may be where no check can find it: in another folder's module, a file, a thread.
 
@@ -256,17 +255,24 @@ class PassState:
             step: number of the step, from 0.
             spent: seconds that were spent on repeating steps.
         """
-        count = step + 1
-        if count & step == 0 and count > 1 and count.bit_length() % _POWERS == 1:
-            return math.inf  # 8, 64, 512, …
-        if self._saves.is_last(count):  # nothing of the run is seen later than this
-            return self._affordable()
-        is_drawn = step == self._drawn and step // _BLOCK == self._block
+        if step not in self._tries:
+            return 0.0
+        if _is_always_repeated(step):
+            return math.inf
+        # Nothing of the run is seen later than its last step.
+        return self._affordable() - (0.0 if self._saves.is_last(step + 1) else spent)
+
+    def _plan(self, step: int) -> None:
+        """Choose which steps of a block are looked at and repeated: cheaper than step by step."""
+        first = step - step % _BLOCK
+        self._block = block = range(first, first + _BLOCK)
+        draw = random.Random(f"{self._seed} {first // _BLOCK}")
+        saved = self._saves.among(range(first + 1, first + _BLOCK + 1))
+        self._looks = {first + draw.randrange(_BLOCK), *(count - 1 for count in saved)}
         # What begins late may be of effect now and then only.
-        is_tried = (step * _GOLDEN + self._seed) % (1 << 32) < _TRIED
-        is_any = count > 1 << _POWERS and (is_tried or self._saves.begins_epoch(step))
-        due = is_drawn or is_any or self._saves.is_due(count)
-        return self._affordable() - spent if due else 0.0
+        often = {s for s in block if (s * _GOLDEN + self._seed) % (1 << 32) < _TRIED}
+        often = {s for s in often.union(self._saves.first_of_epochs(block)) if s >= 1 << _POWERS}
+        self._tries = often.union(self._looks, filter(_is_always_repeated, block))
 
     def _affordable(self) -> float:
         return max(_LEAST_SECONDS, _MOST_TIME * (perf_counter() - self._began))
@@ -296,6 +302,11 @@ class PassState:
                     f"{named([attribute.path])}: is set by one microbatch or evaluation batch and "
                     f"read by another, over and over again; {remedy(attribute.path)}"
                 )
+
+
+def _is_always_repeated(step: int) -> bool:
+    """Whether a step, from 0, is repeated however long it takes: the 8th, 64th, 512th and so on."""
+    return step > 0 and step + 1 & step == 0 and (step + 1).bit_length() % _POWERS == 1
 
 
 def is_check_due(number: int) -> bool:

@@ -109,10 +109,9 @@ class Passes:
         self._tables = parts.tables
         # Compression keeps carries of its own, which no microbatch sees.
         self._carries = parts.carries if parts.compute.has_carry else None
-        self._recomputes = parts.config.batch_loss.recompute
+        self._recomputes, self.is_again = parts.config.batch_loss.recompute, False
         self._inside = FaultsInside(parts.model, parts.runtime.at)
-        self.num_scalars = 2 + 2 * len(parts.compute.metrics)
-        self._parts, self.is_again = parts, False
+        self._parts, self.num_scalars = parts, 2 + 2 * len(parts.compute.metrics)
         self._scalars = torch.zeros(self.num_scalars, dtype=torch.float64)
         self._numbers, self._is_on_host = self._scalars.numpy(), parts.runtime.is_on_cpu
         self.use(flat)
@@ -136,7 +135,8 @@ class Passes:
         # What an evaluation or a hook has left in `grad` would be added to the first leaf.
         self._backward.clear_gradients()
         self._inside.step = self._placement.step = step
-        self._losses, self._there = dict[int, float](), dict[int, Tensor]()
+        self._losses: dict[int, float] = {}
+        self._there: dict[int, Tensor] = {}
         self.loss_digest: int | Tensor = 0
         self.counters = [-math.inf] * self._state.num_counters
         if self._whole is not None:
