@@ -14,7 +14,6 @@ import math
 import os
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from operator import attrgetter
 from time import perf_counter
 from typing import Any
@@ -57,14 +56,13 @@ class ForeseenSaves:
     """Counts of steps after which it is known beforehand that parameters may be saved."""
 
     def __init__(self, config: TrainConfig, sampler: BatchLayout, total_steps: int) -> None:
-        self._layout = sampler
-        self._every = {config.checkpoint.every, config.eval_every}
+        self._layout, self._every = sampler, {config.checkpoint.every, config.eval_every}
         self._ends = {total_steps, config.stop_at_step or total_steps}
 
     def among(self, counts: range) -> set[int]:
         """Those of some counts, in steps of 1, after which a save is foreseen."""
-        due = [self._layout.due_among(counts, every) for every in self._every]
-        return {*chain(*due), *self._ends.intersection(counts)}
+        due = self._layout.due_among
+        return self._ends.intersection(counts).union(*(due(counts, n) for n in self._every))
 
     def is_due(self, count: int) -> bool:
         """Whether a save is foreseen after so many steps."""
@@ -266,13 +264,13 @@ class PassState:
         """Choose which steps of a block are looked at and repeated: cheaper than step by step."""
         first = step - step % _BLOCK
         self._block = block = range(first, first + _BLOCK)
-        draw = random.Random(f"{self._seed} {first // _BLOCK}")
-        saved = self._saves.among(range(first + 1, first + _BLOCK + 1))
-        self._looks = {first + draw.randrange(_BLOCK), *(count - 1 for count in saved)}
+        drawn = first + random.Random(f"{self._seed} {first // _BLOCK}").randrange(_BLOCK)
+        saved = self._saves.among(range(first + 1, block.stop + 1))
+        self._looks = {drawn, *(count - 1 for count in saved)}
         # What begins late may be of effect now and then only.
         often = {s for s in block if (s * _GOLDEN + self._seed) % (1 << 32) < _TRIED}
-        often = {s for s in often.union(self._saves.first_of_epochs(block)) if s >= 1 << _POWERS}
-        self._tries = often.union(self._looks, filter(_is_always_repeated, block))
+        tried = {s for s in often.union(self._saves.first_of_epochs(block)) if s >= 1 << _POWERS}
+        self._tries = tried.union(self._looks, filter(_is_always_repeated, block))
 
     def _affordable(self) -> float:
         return max(_LEAST_SECONDS, _MOST_TIME * (perf_counter() - self._began))
