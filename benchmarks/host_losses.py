@@ -137,7 +137,8 @@ def lost(rounds: int, measured: str) -> Section:
         "60 s), with eight heartbeats in it, as agents have; its `quorum_timeout` (60 s), after "
         "which a replica ends, is four times as long. "
         "`next step`: from the loss to the next step of the others; "
-        f"{_PATIENCE_S:g} s is a run that had not gone on by then.",
+        f"{_PATIENCE_S:g} s is a run that had not gone on by then. `a step`: agents store a row "
+        "of each.",
         ("lost", "of", "waits", "losses", "next step", "a step"),
     )  # fmt: skip
     found: dict[tuple[str, float, str], list[tuple[float, float]]] = {
