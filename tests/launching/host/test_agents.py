@@ -90,6 +90,7 @@ def test_agents_come_go_and_end_with_the_coordinator(tmp_path: Path) -> None:
     without = run.start()
     run.wait_for(lambda: run.generation(0) == ["1", "0", "1"])
     assert (other.wait(10), without.wait(10)) == (2, 2)
+    assert (tmp_path / "log").read_text().count("the run begins when 2 hosts are") == 2
     spare = run.start(**odd)
     run.wait_for(lambda: "waits: it joins when" in (tmp_path / "log").read_text())
     # An agent that stands still is lost with its ranks; when it goes on, it is the spare.

@@ -257,6 +257,8 @@ class Coordinator(Leader):
         agent.line.send(welcome=True)
         if self._num_hosts() >= self._terms.hosts:
             say(f"{agent.name} waits: it joins when one of the {self._terms.hosts} hosts is lost")
+        elif self._terms.hosts > 1 and not (records or self._has_begun):
+            say(f"{agent.name} is there; the run begins when {self._terms.hosts} hosts are")
 
     def _admit(self) -> None:
         """Give slots to the hosts that have come, where there are too few."""
@@ -280,11 +282,10 @@ class Coordinator(Leader):
                 for agent in known[: self._terms.hosts]:
                     self._start(agent, range(self._terms.ranks), is_first=True)
             return
-        waiting = [agent for agent in known if not agent.is_in]
-        while self._group.can_grow and waiting and self._num_hosts() < self._terms.hosts:
-            agent = waiting.pop(0)
-            self._start(agent, range(self._terms.ranks))
-            say(f"{agent.name} joins with {named(agent.slots)}")
+        for agent in [agent for agent in known if not agent.is_in]:
+            if self._group.can_grow and self._num_hosts() < self._terms.hosts:
+                self._start(agent, range(self._terms.ranks))
+                say(f"{agent.name} joins with {named(agent.slots)}")
 
     @cached_property
     def _may_be_taken_over(self) -> bool:
@@ -379,8 +380,7 @@ class Coordinator(Leader):
             for agent in self._agents:
                 agent.line.send(end=self._ended)
         deadline = time.monotonic() + _PART_S
-        is_heard = self._ended is None
-        while not is_heard and len(self._agents) > 1 and time.monotonic() < deadline:
+        while self._ended is not None and len(self._agents) > 1 and time.monotonic() < deadline:
             for key, _ in self._selector.select(0.05):
                 if key.data in self._agents and key.data.line.read()[1]:
                     self._remove(key.data)
