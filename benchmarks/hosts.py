@@ -62,7 +62,7 @@ def _replace(losses: Section) -> None:
     text.write_text(f"{rest.rstrip()}\n\n{losses.markdown()}", encoding="utf-8")
     raw = json.loads(numbers.read_text(encoding="utf-8"))
     kept = [section for section in raw["sections"] if section["title"] != losses.title]
-    raw["sections"] = [*kept, {"title": losses.title, "raw": losses.raw}]
+    raw["sections"] = [*kept, losses.saved()]
     numbers.write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
 
 

@@ -21,7 +21,7 @@ COMPARED = {name: keys for name, keys in MODELS.items() if "identifier" not in n
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10, help="of CPU time, all together")
+    parser.add_argument("--minutes", type=float, default=24, help="of CPU time, all together")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds, from 1 on")
     parser.add_argument("--quick", action="store_true", help="just see that everything runs")
     args = parser.parse_args()
@@ -29,7 +29,7 @@ def main() -> None:
     facts = {**machine(("torch", "numpy")), "command": command("hrm_maze")}
     seeds = range(1, 1 + (1 if args.quick else args.seeds))
     share_s = 1.0 if args.quick else 60 * args.minutes / len(COMPARED) / len(seeds)
-    config = partial(configured, quick=args.quick, puzzle="maze", eval_every=20)
+    config = partial(configured, quick=args.quick, puzzle="maze", eval_every=40)
     found, simple = compared(COMPARED, config, seeds, share_s)
     sections = [of_mazes(found, simple, share_s)]
     publish(None if args.quick else DOCS, "hrm-maze", "Mazes in minutes", facts, sections)

@@ -57,6 +57,11 @@ class Section:
         lines = [f"| {' | '.join(cells)} |" for cells in table]
         return "\n".join([f"## {self.title}", "", self.text, "", *lines, "", *self.verdicts, ""])
 
+    def saved(self) -> dict[str, Any]:
+        """What the JSON file beside the page has of it."""
+        keys = ("title", "header", "rows", "verdicts", "raw")
+        return {key: getattr(self, key) for key in keys}
+
     def _judge(self, target: str, found: str, met: bool) -> None:
         self.verdicts.append(f"- Target {target}: {found} → **{'met' if met else 'missed'}**")
 
@@ -104,14 +109,7 @@ def write(
         facts: what the numbers depend on, by name.
         sections: of the page.
     """
-    parts = [
-        {
-            "title": s.title, "header": s.header, "rows": s.rows, "verdicts": s.verdicts,
-            "raw": s.raw,
-        }
-        for s in sections
-    ]  # fmt: skip
-    raw = {"facts": facts, "sections": parts}
+    raw = {"facts": facts, "sections": [section.saved() for section in sections]}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{stem}.md").write_text(text, encoding="utf-8")
     (folder / f"{stem}.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")

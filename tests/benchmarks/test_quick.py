@@ -28,7 +28,7 @@ def test_a_case_runs_without_peers(case: str) -> None:
     ],
 )  # fmt: skip
 def test_models_are_put_beside_simple_ones(script: str) -> None:
-    assert "|---" in printed(script)  # a table
+    assert "| --- |" in printed(script)  # a table
 
 
 def printed(script: str, *arguments: str) -> str:
