@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-
-if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
-    # The working directory, whose random.py or torch.py would hide the module of that name.
-    sys.path.append(sys.path.pop(0))
-
 import os
+import sys
 from typing import NoReturn
 
 from lockstep.comm.host import collect_seldom, forget_empty_window

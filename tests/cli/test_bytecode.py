@@ -58,18 +58,6 @@ def test_a_file_that_hides_a_package_is_named(tmp_path: Path, lockstep: Any) -> 
     assert "out of PYTHONPATH" in ended.stderr
 
 
-@pytest.mark.parametrize("launcher", ["local", pytest.param("torchrun", marks=pytest.mark.slow)])
-def test_ranks_pass_by_files_of_the_working_directory_that_hide_modules(
-    tmp_path: Path, lockstep: Any, launcher: str
-) -> None:
-    for name in ("random", "queue", "torch", "copy"):
-        (tmp_path / f"{name}.py").touch()
-    argv = ("train", "digits", "-n", "1", "--launcher", launcher, "steps=2", "eval_every=2")
-    ended = lockstep(*argv, cold=True)
-    assert ended.returncode == 0, ended.stderr
-    assert "completed" in ended.stdout
-
-
 def test_an_import_error_of_a_tasks_own_modules_is_shown_as_it_is(
     tmp_path: Path, lockstep: Any
 ) -> None:
