@@ -572,11 +572,16 @@ def test_modules_of_installed_packages_are_known_by_their_folder(
     assert ("some_module" in modules_around([kind], with_folders=False)) == is_of_user
 
 
-def foreseen(num_steps: int, spent: float, **keys: Any) -> list[float]:
-    """How long each of some steps may take to be repeated."""
+def watched(num_steps: int, **keys: Any) -> pass_state.PassState:
+    """What chooses the steps of a run that are looked at and repeated."""
     config = ls.TrainConfig(batch_size=12, steps=num_steps, **keys)
     saves = pass_state.ForeseenSaves(config, BatchLayout(SAMPLES, 12, 1), num_steps)
-    state = pass_state.PassState(TaskState(Late(), ()), Net(), {}, seed=0, saves=saves)
+    return pass_state.PassState(TaskState(Late(), ()), Net(), {}, seed=0, saves=saves)
+
+
+def foreseen(num_steps: int, spent: float, **keys: Any) -> list[float]:
+    """How long each of some steps may take to be repeated."""
+    state = watched(num_steps, **keys)
     state.is_due(0)
     return [state.seconds_to_repeat(step, spent) for step in range(num_steps)]
 
@@ -595,6 +600,20 @@ def test_steps_before_foreseen_checkpoints_are_repeated_within_a_budget(
     assert at_epochs == others | {3, 11, 15, 19, 22}
     left = foreseen(23, 0.75 * least, **keys)
     assert (left[5], left[7], left[22]) == (pytest.approx(0.25 * least), math.inf, least)
+
+
+def test_one_of_each_hundred_steps_is_looked_at_wherever_a_session_begins() -> None:
+    keys: dict[str, Any] = {"eval_every": 1000, "checkpoint": {"every": 130}, "stop_at_step": 450}
+
+    def looked_at(first: int) -> set[int]:
+        state = watched(600, **keys)
+        return {step for step in range(first, 600) if state.is_due(step)}
+
+    powers = {(1 << bits) - 1 for bits in range(10)}
+    drawn = looked_at(0) - powers - {129, 259, 389, 449, 519, 599}  # before saves and ends
+    assert [step // 100 for step in sorted(drawn)] == [0, 1, 2, 3, 4, 5]
+    assert powers <= looked_at(0)
+    assert looked_at(250) == {step for step in looked_at(0) if step >= 250}
 
 
 class Counted(Late):
