@@ -6,20 +6,28 @@ import os
 import sys
 from typing import NoReturn
 
-from lockstep.comm.host import collect_seldom, forget_empty_window
-from lockstep.launching.rank.early import ending_at_interrupt
-
 
 def main() -> NoReturn:
     """Run the command; Ctrl-C ends it at once while it is imported."""
     if os.environ.pop("PYTHONINSPECT", ""):
         # With it, the interpreter shows exit codes as tracebacks; it has read it at its start.
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    folder = ""
+    if "LOCKSTEP_SESSION" in os.environ and sys.orig_argv[1:3] == ["-m", "lockstep"]:
+        # A rank would import a torch.py or random.py of the working directory.
+        folder = "" if getattr(sys.flags, "safe_path", False) else sys.path.pop(0)
+
+    from lockstep.comm.host import collect_seldom, forget_empty_window
+    from lockstep.launching.rank.early import ending_at_interrupt
+
     collect_seldom()
     forget_empty_window()
     with ending_at_interrupt():
         from lockstep.cli.main import main as command
         from lockstep.launching.warm import Forked
+
+        if folder:
+            _search_behind_standard_library(folder)
     try:
         command()
     except Forked as forked:
@@ -28,6 +36,16 @@ def main() -> NoReturn:
 
     run(rank)
     sys.exit(0)
+
+
+def _search_behind_standard_library(folder: str) -> None:
+    """Have a task's modules found before those that are installed, once torch is imported."""
+    import torch  # noqa: F401  # as in ranks that are forked
+
+    library = os.path.dirname(os.__file__)
+    standard = (library, os.path.join(library, "lib-dynload"))
+    places = [place for place, each in enumerate(sys.path) if each in standard]
+    sys.path.insert(places[-1] + 1 if places else 0, folder)
 
 
 if __name__ == "__main__":

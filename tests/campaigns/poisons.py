@@ -173,7 +173,7 @@ POISONS: dict[str, list[Poison]] = {
         Poison("rich.py in PYTHONPATH", setup=_own_module("rich", "")),
         Poison("output of sitecustomize", setup=_own_module("sitecustomize", "print(1)")),
         Poison("error in sitecustomize", setup=_own_module("sitecustomize", "1/0")),
-        Poison("files named like modules", setup="touch random.py queue.py secrets.py torch.py"),
+        Poison("files named like modules", setup="touch random.py queue.py copy.py torch.py"),
     ],
     "threads": _variables(
         {"OMP_NUM_THREADS": "banana"}, {"OMP_NUM_THREADS": "0", "MKL_NUM_THREADS": "-3"},

@@ -58,6 +58,27 @@ def test_a_file_that_hides_a_package_is_named(tmp_path: Path, lockstep: Any) -> 
     assert "out of PYTHONPATH" in ended.stderr
 
 
+@pytest.mark.parametrize("launcher", ["local", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_ranks_pass_by_files_of_the_working_directory_that_hide_modules(
+    tmp_path: Path, launcher: str
+) -> None:
+    for name in ("random", "queue", "copy", "torch"):
+        (tmp_path / f"{name}.py").touch()
+    command = [str(Path(sys.executable).with_name("lockstep")), "train", "digits", "-n", "1"]
+    argv = [*command, "--launcher", launcher, "steps=2", "eval_every=2"]
+    ended = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "completed" in ended.stdout
+
+
+def test_a_file_of_the_working_directory_that_hides_torch_is_named(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").touch()
+    argv = [sys.executable, "-m", "lockstep", "train", "digits"]
+    ended = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"error: {tmp_path / 'torch.py'}: is imported in place of")
+
+
 def test_an_import_error_of_a_tasks_own_modules_is_shown_as_it_is(
     tmp_path: Path, lockstep: Any
 ) -> None:

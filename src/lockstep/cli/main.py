@@ -260,7 +260,7 @@ def main() -> NoReturn:
             raise ended.error from None
         _say(f"error: {message}")
         sys.exit(LockstepError.exit_code)
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
         message = _hidden(error)
         if not message:
             raise
@@ -288,20 +288,22 @@ def _cut_off(error: EOFError) -> str:
     return f"{path}: Python's copy of a module is cut off; delete this file and start again"
 
 
-def _hidden(error: ImportError) -> str:
+def _hidden(error: ImportError | AttributeError) -> str:
     """What to say of an import that found a file of the user's; empty if the error is another one.
 
-    Python looks into the folders of PYTHONPATH, and with `-m` into the working directory, first.
+    Modules of the folders of PYTHONPATH, and with `-m` of the working directory, are found before
+    those that are installed.
     """
-    name = (error.name or "").partition(".")[0]
+    of = getattr(error.obj, "__name__", "") if isinstance(error, AttributeError) else error.name
+    name = (of or "").partition(".")[0]
     file = getattr(sys.modules.get(name), "__file__", None) or ""
-    folders = [*os.environ.get("PYTHONPATH", "").split(os.pathsep), sys.path[0]]
+    folders = [*os.environ.get("PYTHONPATH", "").split(os.pathsep), os.curdir]
     is_there = any(file.startswith(os.path.join(os.path.abspath(f), name)) for f in folders)
     if not is_there or name not in {*sys.stdlib_module_names, *packages_distributions()}:
         return ""
     return (
         f"{file}: is imported in place of the module {name} that is installed ({error}); rename "
-        "this file, or take its folder out of PYTHONPATH"
+        "this file, or start elsewhere and take its folder out of PYTHONPATH"
     )
 
 
