@@ -63,6 +63,8 @@ _CONTAINERS = (dict, list, set, deque, bytearray, np.ndarray, Tensor)
 _COLLECTIONS = (dict, list, tuple, deque, set, frozenset)
 """Types whose subclasses have attributes beside their items."""
 _LINK = "_lru_list_elem"
+_HOOKS = frozenset(n for n, v in vars(nn.Module()).items() if isinstance(v, OrderedDict))
+"""Attributes of each module; empty, they would be half of all objects."""
 _WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 _STATEFUL = (
     int, float, np.generic, bytearray, array.array, Tensor, np.ndarray, list, dict, set, deque,
@@ -320,6 +322,7 @@ def _attributes(value: object) -> dict[str, object]:
         for part in ("_parameters", "_buffers", "_modules"):
             inside: Any = parts.pop(part, {})
             parts |= inside
+        parts = {name: part for name, part in parts.items() if name not in _HOOKS or part}
     for kind in type(value).__mro__:
         parts |= _slots(kind, value)
         if not is_library(kind.__module__):
@@ -334,7 +337,7 @@ def own_attributes(kind: type) -> dict[str, object]:
     own = {
         name: value
         for name, value in vars(kind).items()
-        if not name.startswith("__") or isinstance(value, types.FunctionType)
+        if (not name.startswith("__") and name != "_abc_impl") or type(value) is types.FunctionType
     }
     watched = [name for name, value in own.items() if isinstance(value, WatchedAttribute)]
     for name in watched:
