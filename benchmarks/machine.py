@@ -19,7 +19,7 @@ def machine(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     """What the numbers depend on."""
     return {
         "date": f"{datetime.now():%Y-%m-%d}",
-        "CPU": f"{cpu_model()}, {usable_cores()} cores",
+        "CPU": f"{cpu_model()}, {usable_cores()} core{'s' if usable_cores() > 1 else ''}",
         "load before": f"{os.getloadavg()[0]:.1f} processes (1 minute's mean)",
         "system": platform.platform(),
         "Python": platform.python_version(),
