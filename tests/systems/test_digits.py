@@ -12,6 +12,7 @@ from tests.data.idx_files import write_idx
 from torch import nn
 
 from lockstep import config as config_module
+from lockstep.data.images import mean_and_deviation
 from lockstep.errors import ConfigError, DataError
 from lockstep.launching.systems import load_recipe, recipe_names, summary
 from lockstep.systems.digits.task import (
@@ -20,7 +21,6 @@ from lockstep.systems.digits.task import (
     Labelled,
     embedded_digits,
     hold_out,
-    mean_and_deviation,
 )
 
 SPLITS = ("train", "val", "test")

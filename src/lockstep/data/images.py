@@ -241,6 +241,26 @@ def mean_and_deviation(pixels: Tensor) -> tuple[float, float]:
     return float(mean), float(variance.sqrt())
 
 
+def standardized(images: Tensor, train: Tensor, folder: Path | None) -> Tensor:
+    """Images of one channel, by the mean and deviation of those of training.
+
+    Args:
+        images: as uint8, [N, H, W].
+        train: images of training, [M, H, W].
+        folder: where the images are from.
+
+    Returns:
+        Float32, [N, 1, H, W].
+
+    Raises:
+        DataError: all pixels of training are the same.
+    """
+    mean, deviation = mean_and_deviation(train)
+    if deviation == 0:
+        raise DataError(f"data_dir={folder}: all training pixels are {mean:g}")
+    return ((images.float() - mean) / deviation).unsqueeze(1)
+
+
 def hold_out(given: dict[str, Labelled], val: float, test: float) -> dict[str, Labelled]:
     """The splits of `given`, with val (and test, if missing) taken out of train.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -116,19 +116,10 @@ def _on_other_data(task: Task, snapshot: Snapshot) -> list[str]:
     ]
 
 
-def lines(
-    run_dir: Path,
-    split: str,
-    which: str,
-    report: Path | None = None,
-    overrides: Sequence[str] = (),
-    compares: bool = False,
-) -> list[str]:
-    """The lines that `lockstep eval` prints; none on ranks other than the first."""
-    metrics, more = evaluate(run_dir, split, which, report, overrides, compares)
-    if detect(os.environ).rank:
-        return []
-    return [*(f"{name:16} {value:.6g}" for name, value in metrics.items()), *more]
+def lines(metrics: Mapping[str, float], more: Sequence[str]) -> list[str]:
+    """What `lockstep eval` prints of what `evaluate` returns; on ranks but the first, nothing."""
+    shown = [*(f"{name:16} {value:.6g}" for name, value in metrics.items()), *more]
+    return [] if detect(os.environ).rank else shown
 
 
 def made(folder: Path, option: str) -> Path:

@@ -181,9 +181,8 @@ def evaluate(
     """
     with ending_at_interrupt():
         from lockstep.cli.start import evaluate as command
-    for line in command.lines(
-        run_dir, split, checkpoint, report, overrides or [], compares=baselines
-    ):
+    found = command.evaluate(run_dir, split, checkpoint, report, overrides or [], baselines)
+    for line in command.lines(*found):
         print(line)
 
 

@@ -25,12 +25,11 @@ from lockstep.data.images import (
     embedded_digits,
     hold_out,
     idx_digits,
-    mean_and_deviation,
     num_classes,
     simple_classifiers,
+    standardized,
 )
 from lockstep.engine.task import Loss, Task
-from lockstep.errors import DataError
 from lockstep.nn import Pipeline, shard
 
 
@@ -95,10 +94,8 @@ class Digits(Task):
         if split not in self._splits:
             return None
         images, labels = self._splits[split]
-        mean, deviation = mean_and_deviation(self._splits["train"][0])
-        if deviation == 0:
-            raise DataError(f"data_dir={self.config.data_dir}: all training pixels are {mean:g}")
-        return TensorDataset(((images.float() - mean) / deviation).unsqueeze(1), labels)
+        pixels = standardized(images, self._splits["train"][0], self.config.data_dir)
+        return TensorDataset(pixels, labels)
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         """Cross entropy and accuracy of a batch (images, labels)."""

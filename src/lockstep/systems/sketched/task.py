@@ -25,12 +25,11 @@ from lockstep.data.images import (
     embedded_digits,
     hold_out,
     idx_digits,
-    mean_and_deviation,
     num_classes,
     simple_classifiers,
+    standardized,
 )
 from lockstep.engine.task import Loss, Task
-from lockstep.errors import DataError
 from lockstep.systems.sketched.networks import largest, mlp, narrower, of_low_rank, transformer
 
 Ratio = Annotated[float, Field(gt=0, le=1)]
@@ -151,10 +150,7 @@ class Sketched(Task):
         if split not in self._splits:
             return None
         images, labels = self._splits[split]
-        mean, deviation = mean_and_deviation(self._splits["train"][0])
-        if deviation == 0:
-            raise DataError(f"data_dir={self.config.data_dir}: all training pixels are {mean:g}")
-        normal = ((images.float() - mean) / deviation).unsqueeze(1)
+        normal = standardized(images, self._splits["train"][0], self.config.data_dir)
         size = (self.config.image_size,) * 2
         return TensorDataset(F.interpolate(normal, size, mode="bilinear"), labels)
 
