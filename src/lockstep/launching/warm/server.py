@@ -10,6 +10,7 @@ import resource
 import selectors
 import signal
 import socket
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,6 +71,10 @@ class Server:
             Forked: in each of these processes.
         """
         gc.freeze()  # a collection in a forked process would copy all pages that hold objects
+        for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+            alive = finalizer.peek()
+            if alive and alive[1].__module__ == "torch.library":
+                finalizer.atexit = False  # no operator need be taken back before a process ends
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._wake:
