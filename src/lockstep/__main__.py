@@ -43,9 +43,9 @@ def _search_behind_standard_library(folder: str) -> None:
     import torch  # noqa: F401  # as in ranks that are forked
 
     library = os.path.dirname(os.__file__)
-    standard = (library, os.path.join(library, "lib-dynload"))
-    places = [place for place, each in enumerate(sys.path) if each in standard]
-    sys.path.insert(places[-1] + 1 if places else 0, folder)
+    compiled = os.path.join(library, "lib-dynload")
+    places = [place for place, each in enumerate(sys.path, 1) if each in (library, compiled)]
+    sys.path.insert(max(places, default=0), folder)
 
 
 if __name__ == "__main__":

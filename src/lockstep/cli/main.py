@@ -260,16 +260,10 @@ def main() -> NoReturn:
             raise ended.error from None
         _say(f"error: {message}")
         sys.exit(LockstepError.exit_code)
-    except (ImportError, AttributeError) as error:
-        message = _hidden(error)
-        if not message:
-            raise
-        _say(f"error: {message}")
-        sys.exit(LockstepError.exit_code)
     except BrokenPipeError:
         os._exit(141)
-    except OSError as error:
-        message = resource_error(error)
+    except (ImportError, AttributeError, OSError) as error:
+        message = resource_error(error) if isinstance(error, OSError) else _hidden(error)
         if not message:
             raise
         _say(f"error: {message}")
@@ -294,8 +288,8 @@ def _hidden(error: ImportError | AttributeError) -> str:
     Modules of the folders of PYTHONPATH, and with `-m` of the working directory, are found before
     those that are installed.
     """
-    of = getattr(error.obj, "__name__", "") if isinstance(error, AttributeError) else error.name
-    name = (of or "").partition(".")[0]
+    module = error.name if isinstance(error, ImportError) else getattr(error.obj, "__name__", "")
+    name = (module or "").partition(".")[0]
     file = getattr(sys.modules.get(name), "__file__", None) or ""
     folders = [*os.environ.get("PYTHONPATH", "").split(os.pathsep), os.curdir]
     is_there = any(file.startswith(os.path.join(os.path.abspath(f), name)) for f in folders)

@@ -151,8 +151,8 @@ class Sketched(Task):
             return None
         images, labels = self._splits[split]
         normal = standardized(images, self._splits["train"][0], self.config.data_dir)
-        size = (self.config.image_size,) * 2
-        return TensorDataset(F.interpolate(normal, size, mode="bilinear"), labels)
+        resized = F.interpolate(normal, self.config.image_size, mode="bilinear")
+        return TensorDataset(resized, labels)
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         """Cross entropy and accuracy of a batch (images, labels)."""
