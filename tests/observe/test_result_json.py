@@ -12,6 +12,7 @@ from sample_events import Recorder, finished, full_disk, run_started, step_done
 from lockstep.engine.events import Failed, Warned
 from lockstep.errors import RunDirectoryError
 from lockstep.observe import Measured, Sinks, StepCost, read_result
+from lockstep.observe.storing.jsonl import EventsJsonl
 from lockstep.observe.storing.result import ResultJson, cost_of
 
 
@@ -48,6 +49,16 @@ def test_a_finished_run(tmp_path: Path) -> None:
     }
     assert os.listdir(path.parent) == ["result.json"]
     assert json.loads(path.read_text())["metrics"]["gap"] == "Infinity"
+
+
+def test_a_process_that_has_joined_nobody_says_how_far_the_run_had_come(tmp_path: Path) -> None:
+    events = EventsJsonl(tmp_path / "events.jsonl")
+    for event in (run_started(), step_done(6), step_done(7)):
+        events(event)
+    events.close()
+    sink = ResultJson(tmp_path / "result.json")
+    sink(Failed(step=0, error="RankLostError", message="nobody is left to go on from"))
+    assert read_result(tmp_path)["step"] == 7
 
 
 @pytest.mark.parametrize("failed_step", [0, 7])

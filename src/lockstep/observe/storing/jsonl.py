@@ -184,8 +184,7 @@ class EventsJsonl(Sink):
         with opening(path):
             self._file = AppendFile(path)
         self._clock = clock
-        self._since: float | None = None
-        """Unix time of the first row that is written here."""
+        self._since: float | None = None  # Unix time of the first row that is written here
         self._earlier_s = 0.0
         self._written: dict[_Key, None] = {}
         self._known_from = -1
@@ -215,8 +214,7 @@ class EventsJsonl(Sink):
     def _know(self, step: int) -> None:
         """Read which events of the session the file has, from that of the step before on."""
         self._known_from = step - 1
-        keys = _keys_of_session(_tail(self._file.path, self._known_from))
-        self._written.update(dict.fromkeys(keys))
+        self._written |= dict.fromkeys(_keys_of_session(newest_rows(self._file.path, step - 1)))
 
     def _remember(self, key: _Key) -> None:
         """Note what is written; of too many keys, those older than a step are forgotten."""
@@ -318,9 +316,7 @@ def _whole_lines(file: BinaryIO, path: Path, start: int = 0) -> Iterator[bytes]:
         while (line := file.readline(MAX_TEXT_BYTES)).endswith(b"\n"):
             yield line
     if len(line) == MAX_TEXT_BYTES:
-        raise RunDirectoryError(
-            f"{path}: is damaged: a line of more than {MAX_TEXT_BYTES:,} bytes; {_ADVICE}"
-        )
+        raise RunDirectoryError(f"{path}: a line has more than {MAX_TEXT_BYTES:,} bytes; {_ADVICE}")
 
 
 class _Keys:
@@ -368,7 +364,7 @@ def _keys_of_session(rows: Iterable[Mapping[str, Any]]) -> list[_Key]:
 def _ran_seconds(path: Path) -> float:
     """The seconds that a run has taken by the newest row of its file; 0.0 if unknown."""
     with suppress(OSError, RunDirectoryError, KeyError, TypeError, ValueError):
-        newest = _tail(path)[-1:]
+        newest = newest_rows(path)[-1:]
         if newest and "ran_s" not in newest[0]:  # an earlier version has written it
             with open_to_read(path) as file:
                 first = parse_object(file.readline(MAX_TEXT_BYTES))
@@ -377,8 +373,12 @@ def _ran_seconds(path: Path) -> float:
     return 0.0
 
 
-def _tail(path: Path, step: int = sys.maxsize) -> list[dict[str, Any]]:
-    """The newest rows of a file: at least those of the last two steps, and of `step` and later."""
+def newest_rows(path: Path, step: int = sys.maxsize) -> list[dict[str, Any]]:
+    """The newest rows of a file: at least those of the last two steps, and of `step` and later.
+
+    Raises:
+        RunDirectoryError: the file cannot be read, or is damaged.
+    """
     end, size = end_of_rows(path), _TAIL_BYTES
     while True:
         start = max(0, end - size)

@@ -17,7 +17,7 @@ from lockstep.errors import RunDirectoryError
 from lockstep.observe.sink import Sink
 from lockstep.observe.step_costs import Measured, StepCost
 from lockstep.observe.storing.files import opening
-from lockstep.observe.storing.jsonl import dumps
+from lockstep.observe.storing.jsonl import dumps, newest_rows
 
 _ADVICE = "resume the run to have it written again"
 
@@ -97,6 +97,10 @@ class ResultJson(Sink):
         elif isinstance(event, Finished):
             self._pending = self._kept(self._common() | _finished(event))
         elif isinstance(event, Failed):
+            if self._plan is None:  # this process has not joined what others have trained
+                with suppress(RunDirectoryError):
+                    rows = newest_rows(self._path.with_name("events.jsonl"))
+                    self._step = max(self._step, 0, *(row["step"] for row in rows))
             self._pending = self._common() | _failed(event, self._step)
         self._write()
 
@@ -186,9 +190,8 @@ def cost_of(result: Mapping[str, Any]) -> Measured | None:
 
 
 def _finished(event: Finished) -> dict[str, Any]:
-    absent = [key for key in ("carry_sha256", "tables_sha256") if not getattr(event, key)]
-    values = {key: value for key, value in vars(event).items() if key not in absent}
-    return values | {"error": None}
+    optional = ("carry_sha256", "tables_sha256")
+    return {k: v for k, v in vars(event).items() if v or k not in optional} | {"error": None}
 
 
 def _failed(event: Failed, step: int) -> dict[str, Any]:
