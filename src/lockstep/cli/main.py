@@ -262,7 +262,7 @@ def main() -> NoReturn:
         sys.exit(LockstepError.exit_code)
     except BrokenPipeError:
         os._exit(141)
-    except (ImportError, AttributeError, OSError) as error:
+    except (ImportError, OSError) as error:
         message = resource_error(error) if isinstance(error, OSError) else _hidden(error)
         if not message:
             raise
@@ -282,14 +282,13 @@ def _cut_off(error: EOFError) -> str:
     return f"{path}: Python's copy of a module is cut off; delete this file and start again"
 
 
-def _hidden(error: ImportError | AttributeError) -> str:
+def _hidden(error: ImportError) -> str:
     """What to say of an import that found a file of the user's; empty if the error is another one.
 
     Modules of the folders of PYTHONPATH, and with `-m` of the working directory, are found before
     those that are installed.
     """
-    module = error.name if isinstance(error, ImportError) else getattr(error.obj, "__name__", "")
-    name = (module or "").partition(".")[0]
+    name = (error.name or "").partition(".")[0]
     file = getattr(sys.modules.get(name), "__file__", None) or ""
     folders = [*os.environ.get("PYTHONPATH", "").split(os.pathsep), os.curdir]
     is_there = any(file.startswith(os.path.join(os.path.abspath(f), name)) for f in folders)

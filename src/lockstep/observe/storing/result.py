@@ -98,7 +98,7 @@ class ResultJson(Sink):
             self._pending = self._kept(self._common() | _finished(event))
         elif isinstance(event, Failed):
             if self._plan is None:  # this process has not joined what others have trained
-                with suppress(RunDirectoryError):
+                with suppress(OSError, RunDirectoryError):
                     rows = newest_rows(self._path.with_name("events.jsonl"))
                     self._step = max(self._step, 0, *(row["step"] for row in rows))
             self._pending = self._common() | _failed(event, self._step)
