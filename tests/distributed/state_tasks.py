@@ -146,3 +146,19 @@ class DiesAtStart(Plain):
             flag.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().build_model()
+
+
+class LooksOn(ls.Hook):
+    """Has a function called by the model, on the first rank alone."""
+
+    first_only = True
+
+    def on_start(self, run):
+        run.model.register_forward_hook(lambda *_: None)
+
+
+class Watched(Plain):
+    """Is looked on at."""
+
+    def hooks(self):
+        return [LooksOn()]

@@ -30,6 +30,13 @@ def test_what_becomes_different_on_one_rank_is_refused_before_it_is_saved(train,
     assert steps == {"step_00000005", "step_00000010"}
 
 
+def test_a_rank_may_look_on_at_its_model(train, tmp_path):
+    ended = train("Watched", 2)
+    assert ended.returncode == 0, ended.stderr
+    assert "_hooks" not in ended.stdout
+    assert result(tmp_path / "Watched2")["status"] == "completed"
+
+
 def test_what_differs_from_the_start_is_a_warning(train, tmp_path):
     assert train("Apart", 1).returncode == 0
     ended = train("Apart", 2)

@@ -63,8 +63,8 @@ _CONTAINERS = (dict, list, set, deque, bytearray, np.ndarray, Tensor)
 _COLLECTIONS = (dict, list, tuple, deque, set, frozenset)
 """Types whose subclasses have attributes beside their items."""
 _LINK = "_lru_list_elem"
-_HOOKS = frozenset(n for n, v in vars(nn.Module()).items() if isinstance(v, OrderedDict))
-"""Attributes of each module; empty, they would be half of all objects."""
+HOOKS = frozenset(n for n, v in vars(nn.Module()).items() if isinstance(v, OrderedDict))
+"""Attributes of each module. Empty, they would be half of all objects, and are left out."""
 _WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 _STATEFUL = (
     int, float, np.generic, bytearray, array.array, Tensor, np.ndarray, list, dict, set, deque,
@@ -322,7 +322,7 @@ def _attributes(value: object) -> dict[str, object]:
         for part in ("_parameters", "_buffers", "_modules"):
             inside: Any = parts.pop(part, {})
             parts |= inside
-        parts = {name: part for name, part in parts.items() if name not in _HOOKS or part}
+        parts = {name: part for name, part in parts.items() if name not in HOOKS or part}
     for kind in type(value).__mro__:
         parts |= _slots(kind, value)
         if not is_library(kind.__module__):

@@ -26,7 +26,7 @@ from lockstep.config import TrainConfig
 from lockstep.data.attributes import AttributeGuard, PassAttribute
 from lockstep.data.passes import is_stream
 from lockstep.data.sampler import BatchLayout
-from lockstep.engine.audit.hidden_state import KEYS, Walk, hidden_state, module_globals
+from lockstep.engine.audit.hidden_state import HOOKS, KEYS, Walk, hidden_state, module_globals
 from lockstep.engine.audit.lasting_values import Caches
 from lockstep.engine.audit.reachable import MOST_BYTES, modules_around
 from lockstep.engine.snapshot.task_state import TaskState
@@ -348,7 +348,8 @@ def _different(texts: Sequence[Mapping[str, Sequence[Any]]]) -> list[str]:
     for path in paths:
         there = {theirs[path][0] for theirs in texts if path in theirs}
         is_size_of_dict = path.endswith("!") and all(KEYS in text for text in there)
-        is_missing = not all(path in theirs for theirs in texts)
+        may_be_absent = path.rpartition(".")[2].removesuffix("!") in HOOKS
+        is_missing = not (may_be_absent or all(path in theirs for theirs in texts))
         if (len(there) > 1 and not is_size_of_dict) or (is_missing and "[" not in path):
             apart.append(path)
     return apart
