@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from time import perf_counter
 from typing import Any
@@ -27,14 +27,11 @@ from page import Section, command, duration, publish
 from processes import Spread
 from run import DOCS, machine
 
-_BLOCK, _WARM = 100, 1000
-"""Steps of a block, and steps before the first one that counts."""
-_CASES = (("mlp_small", 64, 150), ("mlp_small", 1000, 60), ("mlp_0p8m", 64, 25))
-"""Model, samples a step, and pairs of blocks."""
+_BLOCK, _WARM, _PARTS = 5, 1000, 12
+"""Steps of a block, steps before the first one that counts, and parts of the run."""
+_CASES = (("mlp_small", 64, 240), ("mlp_small", 1000, 120), ("mlp_0p8m", 64, 48))
+"""Model, samples a step, and pairs of blocks in each part."""
 _MOST = 1.01
-
-
-def _nothing(*_: object, **__: object) -> None: ...
 
 
 class Blocks:
@@ -42,7 +39,7 @@ class Blocks:
 
     def __init__(self) -> None:
         self.steps: list[float] = []
-        self._without = ExitStack()
+        self._is_guarded = True
 
     def measured(self, task: lockstep.Task, config: lockstep.TrainConfig) -> None:
         """Train."""
@@ -51,32 +48,39 @@ class Blocks:
         def timed_step(
             own: TrainStep, number: int, decays: int, batches: Iterator[Any]
         ) -> StepResult:
-            if number % _BLOCK == 0 and number >= _WARM:
-                self._without.close()
-                if number // _BLOCK % 2:
-                    self._take_out()
+            self._is_guarded = number < _WARM or number // _BLOCK % 2 == 0
             began = perf_counter()
             try:
                 return step(own, number, decays, batches)
             finally:
                 self.steps[number:] = [sum(self.steps[number:]) + perf_counter() - began]
 
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            mock.patch.object(TrainStep, "run", timed_step),
-        ):
+        with ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            stack.enter_context(mock.patch.object(TrainStep, "run", timed_step))
+            for name in ("begin", "end", "check"):
+                way_out = self._if_guarded(getattr(StepAudit, name))
+                stack.enter_context(mock.patch.object(StepAudit, name, way_out))
             run(task, config, Session(run_dir=folder, console=False))
-            self._without.close()
 
-    def _take_out(self) -> None:
-        for name in ("begin", "end", "check"):
-            self._without.enter_context(mock.patch.object(StepAudit, name, _nothing))
-        self._without.enter_context(mock.patch.object(StepAudit, "is_suspicious", False))
+    def _if_guarded(self, function: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: Any, **options: Any) -> None:
+            if self._is_guarded:
+                function(*arguments, **options)
+
+        return call
 
     def pairs(self) -> list[tuple[list[float], list[float]]]:
-        """Steps of two blocks that follow each other, with the guards and without."""
-        blocks = [self.steps[n : n + _BLOCK] for n in range(_WARM, len(self.steps), _BLOCK)]
-        return list(zip(blocks[::2], blocks[1::2], strict=True))
+        """Steps of each part of the run, with the guards and without."""
+        length = (len(self.steps) - _WARM) // _PARTS
+        parts = [range(n, n + length) for n in range(_WARM, len(self.steps), length)]
+        found = []
+        for part in parts:
+            kinds: tuple[list[float], list[float]] = ([], [])
+            for number in part:
+                kinds[number // _BLOCK % 2].append(self.steps[number])
+            found.append(kinds)
+        return found
 
 
 def main() -> None:
@@ -87,10 +91,11 @@ def main() -> None:
     facts = {**machine(("torch",)), "command": command("guards")}
     section = Section(
         "One rank, one microbatch",
-        f"Blocks of {_BLOCK} steps, with and without looking for hidden state, in turn. `guards`: "
-        "the difference between the median steps of two blocks. `median`: their ratio. `all`: the "
+        f"{_BLOCK} steps with and {_BLOCK} without looking for hidden state, in turn. `guards`: "
+        "the difference between the median steps of both kinds. `median`: their ratio. `all`: the "
         "ratio of all steps, with those that are looked at and repeated, which may take 0.2 % of a "
-        "run's time, or 0.1 s if that is more. In parentheses are quartiles.",
+        f"run's time, or 0.1 s if that is more. In parentheses: quartiles of {_PARTS} parts of a "
+        "run.",
         ("model", "samples", "step without", "guards", "median", "all"),
     )
     for model, batch, pairs in _CASES:
@@ -99,7 +104,7 @@ def main() -> None:
 
 
 def _measure(section: Section, model: str, batch: int, num_pairs: int) -> None:
-    steps = _WARM + 2 * _BLOCK * num_pairs
+    steps = _WARM + 2 * _BLOCK * num_pairs * _PARTS
     config = lockstep.TrainConfig(
         batch_size=batch, num_microbatches=1, steps=steps, threads=1, log_every=1000,
         optimizer=OptimizerConfig(name="adam"), checkpoint=CheckpointConfig(every=steps // 4),
