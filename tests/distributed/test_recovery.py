@@ -366,7 +366,8 @@ def test_ranks_that_find_nobody_they_could_replace_leave_checkpoints_alone(
     done = train(tmp_path / "run", 2, "--replace", 1, faults=faults)
     assert done.returncode == 0, done.stderr
     rows = read_events(tmp_path / "run" / "events.jsonl")
-    assert [r["step"] for r in rows if r["event"] == "Resumed"] == [10]
+    (resumed,) = [r["step"] for r in rows if r["event"] == "Resumed"]
+    assert resumed in (5, 6, 10)  # the newest that was written when both died
     assert not [*(tmp_path / "run" / "checkpoints").glob("damaged_*")]
     assert result(tmp_path / "run")["params_sha256"] == reference[0]
     assert curves(tmp_path / "run") == reference[1]
