@@ -59,8 +59,8 @@ class Blocks:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             stack.enter_context(mock.patch.object(TrainStep, "run", timed_step))
             for name in ("begin", "end", "check"):
-                way_out = self._if_guarded(getattr(StepAudit, name))
-                stack.enter_context(mock.patch.object(StepAudit, name, way_out))
+                part = self._if_guarded(getattr(StepAudit, name))
+                stack.enter_context(mock.patch.object(StepAudit, name, part))
             run(task, config, Session(run_dir=folder, console=False))
 
     def _if_guarded(self, function: Callable[..., None]) -> Callable[..., None]:

@@ -14,7 +14,7 @@ def main() -> NoReturn:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     folder = ""
     if "LOCKSTEP_SESSION" in os.environ and sys.orig_argv[1:3] == ["-m", "lockstep"]:
-        # A rank would import a torch.py or random.py of the working directory.
+        # Else a rank would import a torch.py or random.py of the working directory.
         folder = "" if getattr(sys.flags, "safe_path", False) else sys.path.pop(0)
 
     from lockstep.comm.host import collect_seldom, forget_empty_window

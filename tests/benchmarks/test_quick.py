@@ -23,12 +23,12 @@ def test_a_case_runs_without_peers(case: str) -> None:
 @pytest.mark.parametrize(
     "script",
     [
-        "baselines.py", "hrm_arc.py", "hrm_maze.py", "hrm_sudoku.py", "quantum_phases.py",
-        "quantum_words.py", "sketched_accuracy.py", "ufs_noisy.py",
+        "baselines.py", "guards.py", "hrm_arc.py", "hrm_maze.py", "hrm_sudoku.py",
+        "quantum_phases.py", "quantum_words.py", "sketched_accuracy.py", "ufs_noisy.py",
     ],
 )  # fmt: skip
-def test_models_are_put_beside_simple_ones(script: str) -> None:
-    assert "| --- |" in printed(script)  # a table
+def test_a_script_prints_its_table(script: str) -> None:
+    assert "| --- |" in printed(script)
 
 
 def printed(script: str, *arguments: str) -> str:

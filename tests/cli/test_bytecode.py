@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import run
 
 pytestmark = pytest.mark.no_ranks
 
@@ -64,17 +65,19 @@ def test_ranks_pass_by_files_of_the_working_directory_that_hide_modules(
 ) -> None:
     for name in ("random", "queue", "copy", "torch"):
         (tmp_path / f"{name}.py").touch()
-    command = [str(Path(sys.executable).with_name("lockstep")), "train", "digits", "-n", "1"]
+    # Not by `-m lockstep`, which looks into this folder itself.
+    command = [Path(sys.executable).with_name("lockstep"), "train", "digits", "-n", "1"]
     argv = [*command, "--launcher", launcher, "steps=2", "eval_every=2"]
-    ended = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
+    ended = run(argv, tmp_path, cold=True)
     assert ended.returncode == 0, ended.stderr
     assert "completed" in ended.stdout
 
 
-def test_a_file_of_the_working_directory_that_hides_torch_is_named(tmp_path: Path) -> None:
+def test_a_file_of_the_working_directory_that_hides_torch_is_named(
+    tmp_path: Path, lockstep: Any
+) -> None:
     (tmp_path / "torch.py").touch()
-    argv = [sys.executable, "-m", "lockstep", "train", "digits"]
-    ended = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
+    ended = lockstep("train", "digits", cold=True)
     assert ended.returncode == 2
     assert ended.stderr.startswith(f"error: {tmp_path / 'torch.py'}: is imported in place of")
 

@@ -72,7 +72,8 @@ class Server:
         """
         gc.freeze()  # a collection in a forked process would copy all pages that hold objects
         for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-            if (alive := finalizer.peek()) and alive[1].__module__ == "torch.library":
+            _, function, *_ = finalizer.peek() or (None, None)
+            if getattr(function, "__module__", "") == "torch.library":
                 finalizer.atexit = False  # no operator need be taken back before a process ends
         while True:
             for key, _ in self._selector.select():
