@@ -8,10 +8,12 @@ state, and the order of passes in a process depends on the number of ranks.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+from torch import nn
 
 _ABSENT: Any = object()
 
@@ -58,11 +60,13 @@ class AttributeGuard:
 
     Attributes:
         now: the present pass; None outside of passes.
-        read: attributes that the passes since `begin` have read and other passes had set.
+        read: attributes that passes have read and other passes had set, until it is emptied.
+        num_modes_set: how often the mode of a module, of any in this process, was set.
     """
 
     def __init__(self) -> None:
         self.now: Hashable = None
+        self.num_modes_set = 0
         self.read: dict[PassAttribute, None] = {}
         self._is_scratch: Callable[[str], bool] = bool
         self._watched: dict[int, tuple[str, object]] = {}
@@ -80,18 +84,17 @@ class AttributeGuard:
         self._is_scratch = is_scratch
         # The objects are kept alive, so that an id stays with its object.
         self._watched = {id(value): (path, value) for path, value in objects.items()}
+        self._watch_modes()
         for kind in {type(value): None for value in objects.values()}:
             self._watch_class(kind)
 
-    def begin(self, cleared: bool = False) -> None:
-        """Begin to record what is read.
+    def clear(self, attributes: Iterable[PassAttribute]) -> None:
+        """Let each pass, until `leave`, begin with attributes as they were before passes set them.
 
         Args:
-            cleared: whether each pass is to start with attributes that were read so far reset to
-                their values before any pass set them.
+            attributes: those of `read`.
         """
-        self._cleared = list(self.read) if cleared else []
-        self.read = {}
+        self._cleared = list(attributes)
 
     def enter(self, at: Hashable) -> None:
         """Begin a pass, or continue the present one."""
@@ -117,6 +120,16 @@ class AttributeGuard:
         while self._undo:
             self._undo.pop()()
         self._watched, self._set, self.read = {}, {}, {}
+
+    def _watch_modes(self) -> None:
+        # Before all others: their plain functions are this one, where they inherit it.
+        plain_set: Any = nn.Module.__setattr__
+
+        def set_attribute(owner: nn.Module, name: str, value: object) -> None:
+            self.num_modes_set += name == "training"
+            plain_set(owner, name, value)
+
+        self._put(nn.Module, "__setattr__", set_attribute)
 
     def _watch_class(self, kind: type) -> None:
         plain_set: Any = kind.__setattr__

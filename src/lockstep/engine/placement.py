@@ -25,6 +25,7 @@ from lockstep.parallel.hosts import Hosts, are_apart, meet, meet_hosts
 from lockstep.parallel.layout import Assigned, Pass, Range, one_forward_one_backward, split
 from lockstep.parallel.mesh import NEW, Mesh, rearranged
 
+_NOTHING = nullcontext()
 T = TypeVar("T")
 
 
@@ -311,7 +312,7 @@ class Placement:
 
     def in_stream(self, waits: bool = False) -> AbstractContextManager[None]:
         """`Transport.in_stream` of all ranks, where they compute on devices."""
-        return nullcontext() if self._is_cpu else self.world.in_stream(waits)
+        return _NOTHING if self._is_cpu else self.world.in_stream(waits)
 
     def together(self, compute: Callable[[], T]) -> T:
         """The result of what the ranks of a replica compute together.

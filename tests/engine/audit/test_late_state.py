@@ -374,6 +374,47 @@ def test_a_setting_of_torch_that_a_microbatch_changes_is_named(tmp_path: Path) -
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        (Mean, r"task\.mean"),
+        (OfModule, r"model\.scale"),
+        (OfSlots, r"task\.kept\.value"),
+        (OfHook, r"task\.hook\.seen"),
+        (OfMode, r"model\.drop\.training"),
+        (SetsDtype, r"torch\.get_default_dtype"),
+    ],
+)
+def test_attributes_modes_and_settings_are_noticed_in_steps_that_nobody_looks_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[ls.Task], place: str
+) -> None:
+    def plan(state: pass_state.PassState, step: int) -> None:
+        state._block, state._looks, state.tries, state.quiet = range(99), set(), set(), {*range(99)}
+
+    monkeypatch.setattr(pass_state.PassState, "_plan", plan)
+    try:
+        with pytest.raises(TaskError, match=rf"step [56]: .*{place}"):
+            run(tmp_path, kind())
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class SetBetweenSteps(Late):
+    """An optimizer that evaluates the loss again, and a factor that each step changes after it."""
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    def factor(self, model: Any, loss: ls.Loss) -> float:
+        return 1 / (1 + 0.1 * self.step)
+
+
+def test_what_is_set_after_a_step_is_no_state_of_passes_that_an_optimizer_has_asked_for(
+    tmp_path: Path,
+) -> None:
+    assert run(tmp_path, SetBetweenSteps()).status == "completed"
+
+
 class InEnvironment(Late):
     def factor(self, model: Any, loss: ls.Loss) -> float:
         count = int(os.environ.get("LATE_STATE", "0"))

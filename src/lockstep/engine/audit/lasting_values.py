@@ -212,7 +212,6 @@ class Caches:
         self._num_bytes = 0
         self._now: list[tuple[Any, Any]] = []
         self._functions = list(cached_functions(kinds, more))
-        self._is_forgotten = False
 
     @property
     def paths(self) -> list[str]:
@@ -233,7 +232,6 @@ class Caches:
         Args:
             with_functions: whether the results of cached functions are cleared too.
         """
-        self._is_forgotten = True
         self._now = [(value, _content(value)) for value, _ in self._first.values()]
         for value, content in self._first.values():
             _put(value, content)
@@ -242,10 +240,7 @@ class Caches:
             _set(owner, name, again)
 
     def recall(self) -> None:
-        """Undo `forget`; does nothing without it."""
-        if not self._is_forgotten:
-            return
-        self._is_forgotten = False
+        """Undo `forget`."""
         for value, content in self._now:
             _put(value, content)
         self._now = []

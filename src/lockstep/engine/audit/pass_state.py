@@ -14,7 +14,6 @@ import math
 import os
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter
 from time import perf_counter
 from typing import Any
 
@@ -34,7 +33,6 @@ from lockstep.engine.task_config import is_scratch, outside, scratch_paths
 from lockstep.errors import TaskError, shared
 
 _SETTINGS = ("torch.get_default_dtype()", "torch.get_num_threads()", "torch.is_grad_enabled()")
-_IS_TRAINING = attrgetter("training")
 _MOST_NAMED = 3
 _MOST_TRUSTED = 8
 """Values of one attribute that are checked, before it has to be named in `scratch`."""
@@ -84,6 +82,8 @@ class PassState:
         guard: notices attributes that one pass sets and another one reads.
         free: paths of values that passes change, such as caches, on which no result depends.
         caches: those of them that can be cleared for a while.
+        tries: steps, near the one of the last `is_due`, that are repeated if there is time.
+        quiet: those near it that are neither repeated nor looked at.
         optimizers: state and groups of optimizers, of which ranks may have parts. A task that
             refers to its optimizer reaches them.
     """
@@ -125,7 +125,8 @@ class PassState:
         self._modules: dict[str, nn.Module] = {}
         self._began, self._spent, self._look_s = perf_counter(), 0.0, 0.0
         self._is_free = True  # looks in few steps do not count
-        self._block, self._looks, self._tries = range(0), {-1}, {-1}
+        self._block, self._looks = range(0), {-1}
+        self.tries, self.quiet = {-1}, set[int]()
 
     def open(self) -> None:
         """Begin to watch."""
@@ -133,18 +134,17 @@ class PassState:
         self.guard.watch(found, self.is_scratch)
         self._modules = dict(self._model.named_modules())
 
-    def modes(self) -> list[object]:
-        """Modes of all modules, and settings of torch; read in every step."""
-        return [
-            *map(_IS_TRAINING, self._modules.values()),
-            *(torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()),
-        ]
+    def modes(self) -> dict[str, object]:
+        """Modes of all modules, and settings of torch, by path."""
+        modes: dict[str, object] = {
+            f"model.{name}.training" if name else "model.training": module.training
+            for name, module in self._modules.items()
+        }
+        return modes | dict(zip(_SETTINGS, settings(), strict=True))
 
-    def changed_modes(self, before: Sequence[object]) -> list[str]:
+    def changed_modes(self, before: Mapping[str, object]) -> list[str]:
         """Paths of the modes that have changed, unless they are known to change."""
-        names = [f"model.{name}.training" if name else "model.training" for name in self._modules]
-        pairs = zip([*names, *_SETTINGS], before, self.modes(), strict=True)
-        changed = [name for name, was, now in pairs if was != now]
+        changed = [path for path, mode in self.modes().items() if before[path] != mode]
         return [p for p in changed if p not in self.free and not self.is_scratch(p)]
 
     def note_start(self) -> None:
@@ -253,7 +253,7 @@ class PassState:
             step: number of the step, from 0.
             spent: seconds that were spent on repeating steps.
         """
-        if step not in self._tries:
+        if step not in self.tries:
             return 0.0
         if _is_always_repeated(step):
             return math.inf
@@ -270,7 +270,8 @@ class PassState:
         # What begins late may be of effect now and then only.
         often = {s for s in block if (s * _GOLDEN + self._seed) % (1 << 32) < _TRIED}
         tried = {s for s in often.union(self._saves.first_of_epochs(block)) if s >= 1 << _POWERS}
-        self._tries = tried.union(self._looks, filter(_is_always_repeated, block))
+        self.tries = tried.union(self._looks, filter(_is_always_repeated, block))
+        self.quiet = {s for s in block if s not in self.tries and s + 1 & s}
 
     def _affordable(self) -> float:
         return max(_LEAST_SECONDS, _MOST_TIME * (perf_counter() - self._began))
@@ -300,6 +301,11 @@ class PassState:
                     f"{named([attribute.path])}: is set by one microbatch or evaluation batch and "
                     f"read by another, over and over again; {remedy(attribute.path)}"
                 )
+
+
+def settings() -> tuple[object, ...]:
+    """Settings of torch on which passes depend."""
+    return torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()
 
 
 def _is_always_repeated(step: int) -> bool:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from lockstep.comm.transport import Transport
 from lockstep.data.attributes import PassAttribute
 from lockstep.engine.audit.hidden_state import differing
-from lockstep.engine.audit.pass_state import PassState, named, remedy
+from lockstep.engine.audit.pass_state import PassState, named, remedy, settings
 from lockstep.engine.digests import checksum
 from lockstep.engine.runtime import Runtime, everywhere
 from lockstep.engine.step.sums import Headers
@@ -27,6 +27,7 @@ class Repetition:
 
     Attributes:
         is_second: whether this is the second time.
+        has_suspects: whether there are any `suspects`, as of the first time.
     """
 
     def __init__(self, state: PassState) -> None:
@@ -36,9 +37,12 @@ class Repetition:
 
     def forget(self) -> None:
         """Drop what is known of the passes: ranks compute other microbatches from now on."""
-        self.is_second = False
+        self._guard.read.clear()
+        self.is_second = self.has_suspects = False
         self._is_quick = True
-        self._modes: list[object] = []
+        self._modes: dict[str, object] = {}
+        self._settings: tuple[object, ...] = ()
+        self._num_modes_set = -1
         self._before: dict[str, str] | None = None
         self._after: dict[str, str] | None = None
         self._read: list[PassAttribute] = []
@@ -51,8 +55,8 @@ class Repetition:
             is_due: whether to look for what they change in place.
             is_quick: whether to look at fewer elements of large tensors and arrays.
         """
-        self._guard.begin(cleared=self.is_second)
         if self.is_second:
+            self._guard.clear(self._read)
             if self._before is None:
                 self._before = self._visible_state()
             # With suspects, results of cached functions stay: `check_unchanged` would not see what
@@ -60,33 +64,42 @@ class Repetition:
             self._state.caches.forget(with_functions=not self.suspects)
         else:
             self._is_quick = is_quick
-            # Read once a step: between steps nothing may change them either.
-            self._modes = self._modes or self._state.modes()
+            if not self._modes:
+                self._note_modes()
             self._before = self._visible_state() if is_due else None
 
     def end(self) -> None:
         """Called after the passes; the first time, this is where suspicions arise."""
         self.leave()
+        read, self._guard.read = self._guard.read, {}
         if self.is_second:
             return
-        self._read, self._changed, self._after = list(self._guard.read), [], None
+        self._read, self._changed, self._after = list(read), [], None
         if self._before is not None:
             self._after = self._visible_state()
             self._changed = differing(self._before, self._after)
-        modes = self._state.modes()
-        if modes != self._modes:
+        # Modes are seldom read, for they are many; between steps nothing may change them either.
+        if self._before is not None or self.may_have_suspects:
             self._changed += self._state.changed_modes(self._modes)
-            self._modes = modes
+            self._note_modes()
+        self.has_suspects = bool(self._read or self._changed)
+
+    @property
+    def may_have_suspects(self) -> bool:
+        """Whether to look for changes where `begin` was told that none is due."""
+        guard = self._guard
+        is_set = self._num_modes_set != guard.num_modes_set
+        return is_set or bool(guard.read) or self._settings != settings()
+
+    def _note_modes(self) -> None:
+        self._num_modes_set = self._guard.num_modes_set
+        self._modes, self._settings = self._state.modes(), settings()
 
     def leave(self) -> None:
         """Called when the passes are over, or were interrupted by an exception."""
         self._guard.leave()
-        self._state.caches.recall()
-
-    @property
-    def has_suspects(self) -> bool:
-        """Whether there are any `suspects`; read in every step."""
-        return bool(self._read or self._changed)
+        if self.is_second:
+            self._state.caches.recall()
 
     @property
     def suspects(self) -> list[str]:
@@ -197,54 +210,67 @@ class StepAudit:
         self._step = -1
         self._first: _Outcome | None = None
         self._suspects: list[str] = []
-        self._is_given_up = self._is_sampled = False
-        self._began = self._worked = self._spent = 0.0
-        self._step_s = self._repetition_s = 0.0
+        self._is_given_up = self._is_due = self._is_quiet = self.is_suspicious = False
+        self._began = self._spent = self._repetition_s = 0.0
+        self._worked, self._counted = 0.0, 0
 
     def begin(self, step: int) -> None:
         """Before the passes of a step."""
-        if not self.is_second:
-            self._began = perf_counter()
+        # Most steps, so without a call that could be saved.
+        if self._is_quiet and step in self._state.quiet:
+            self._step = step
+            return
+        self._is_quiet = self.is_suspicious = False
         if step != self._step:
             if self._first is not None or self._is_given_up:
                 self.forget()
-            self._step = step
-            worked = self._watch.worked_s
-            self._step_s, self._worked = worked - self._worked, worked
-        is_due = not self._is_given_up and self._state.is_due(step)
-        self._passes.begin(is_due, is_quick=(step + 1) & step != 0)
+            self._step, self._began = step, perf_counter()
+            self._is_due = self._state.is_due(step)
+        self._passes.begin(self._is_due, is_quick=(step + 1) & step != 0)
 
     def end(self) -> None:
         """After them."""
+        if self._is_quiet and not self._passes.may_have_suspects:
+            self._state.guard.leave()
+            return
         self._passes.end()
-        self._is_sampled = False
-        if (most := self._state.seconds_to_repeat(self._step, self._spent)) > 0:
-            # A GPU may not have begun with these passes; workers that fetch are started again.
-            passes_s = perf_counter() - self._began
-            self._is_sampled = max(passes_s, self._step_s, self._repetition_s) <= most
+        if not self._passes.is_second and not self._is_given_up:
+            is_sampled = self._step in self._state.tries and self._is_affordable()
+            self.is_suspicious = is_sampled or self._passes.has_suspects
+            self._is_quiet = not (self.is_suspicious or self._is_due)
+
+    def _is_affordable(self) -> bool:
+        """Whether there is time to repeat the step."""
+        # A GPU may not have begun with these passes; workers that fetch are started again.
+        passes_s = perf_counter() - self._began
+        worked = self._watch.worked_s
+        step_s = (worked - self._worked) / max(1, self._step - self._counted)
+        self._worked, self._counted = worked, self._step
+        most = self._state.seconds_to_repeat(self._step, self._spent)
+        return max(passes_s, step_s, self._repetition_s) <= most
 
     def leave(self) -> None:
         """An exception has interrupted the passes."""
+        self._is_quiet = False
         self._passes.leave()
 
     def forget(self) -> None:
         """Have nothing to compare with: the step was given up, or ranks compute other parts."""
         self._passes.forget()
-        self._step, self._first, self._suspects, self._is_given_up = -1, None, [], False
+        self._step, self._first, self._suspects = -1, None, []
+        self._is_given_up = self._is_due = self._is_quiet = self.is_suspicious = False
+
+    def _give_up(self) -> None:
+        """Compare this step no more, however often it is done."""
+        self._first, self._is_given_up, self._is_due = None, True, False
 
     @property
     def is_second(self) -> bool:
         """Whether the step is being done again."""
         return self._passes.is_second
 
-    @property
-    def is_suspicious(self) -> bool:
-        """Whether the step is to be done again."""
-        is_first = not self._passes.is_second and not self._is_given_up
-        return is_first and (self._is_sampled or self._passes.has_suspects)
-
-    def check_failed(self, headers: Headers) -> None:
-        """See what it means that some rank's passes have failed the second time.
+    def check_failed(self) -> None:
+        """See what it means that some rank's passes have failed, if it was the second time.
 
         An open file, say, cannot be had as it was before: what a dataset keeps is then taken for a
         cache.
@@ -253,12 +279,12 @@ class StepAudit:
             StepRepeated: the step has to be done once more, as it was the first time.
             TaskError: it needs what earlier passes had left.
         """
-        if not self._passes.is_second or not headers.has_failed:
+        if not self._passes.is_second:
             return
         if not all(path.startswith("dataset(") for path in self._suspects):
             raise shared(depends_on(f"step {self._step}", self._suspects))
         self._passes.trust()
-        self._first, self._is_given_up = None, True
+        self._give_up()
         raise StepRepeated
 
     def check(self, headers: Headers, scalars: list[float], workspace: Workspace) -> None:
@@ -278,7 +304,7 @@ class StepAudit:
         elif headers.is_suspicious:
             self._suspects = self._passes.suspects_of_all(self._runtime.transport)
             self._first = _outcome(scalars, workspace)
-            self._passes.is_second = True
+            self._passes.is_second, self._is_quiet = True, False
             self._began = perf_counter()
             raise StepRepeated
 
@@ -295,7 +321,7 @@ class StepAudit:
         # What is repeated however long it takes leaves the others their time.
         if math.isfinite(self._state.seconds_to_repeat(self._step, 0.0)):
             self._spent += self._repetition_s
-        self._first, self._is_given_up = None, True
+        self._give_up()
 
 
 def _outcome(scalars: list[float], workspace: Workspace) -> _Outcome:

@@ -184,7 +184,7 @@ class Reevaluation:
 
     def __init__(self, parts: StepParts, passes: Passes, sums: StepSums) -> None:
         self._runtime, self._passes, self._sums = parts.runtime, passes, sums
-        self._placement = parts.placement
+        self._placement, self._guard = parts.placement, parts.compute.guard
         self._batches: list[list[Any]] = []
 
     def keep(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -232,4 +232,6 @@ class Reevaluation:
         except (Exception, SystemExit) as error:
             # No rank waits for this one in a pass: each has whole parameters (`is_elementwise`).
             return error  # all ranks learn of it by the header
+        finally:
+            self._guard.leave()  # what is set from here on is set between steps
         return None

@@ -214,12 +214,11 @@ class TrainStep:
             self.rates.check_passes()
         except (Exception, SystemExit) as error:
             self._apply.explain(error, self.workspace)
+            self._audit.leave()
             if isinstance(error, GroupBroken) and not self.placement.are_coupled:
-                self._audit.leave()
                 raise  # a rank was lost while outputs were gathered (`Task.batch_loss`)
             # Not raised here: the other ranks are about to enter the reduction, and would wait in
             # it for this one. The header carries the error, and all ranks raise the same one.
-            self._audit.leave()
             if self.placement.can_wake:
                 self.placement.give_up()  # wakes those that wait for this rank inside the step
             return error
@@ -243,7 +242,8 @@ class TrainStep:
         )
         self._runtime.at("reduced", step)
         scalars = self.workspace.scalars()
-        self._audit.check_failed(headers)
+        if headers.has_failed:
+            self._audit.check_failed()
         self._sums.check(step, error, headers, scalars)
         if len(headers) > 1:
             self._check_settings(step, headers)
