@@ -23,7 +23,7 @@ _GUESTS = 8
 """Number of columns of a line of /proc/stat that count: those of guests are in others already."""
 _EVERY_S = 0.25
 """Reading /proc takes longer than all the rest, so it is not done in every step."""
-_SOON_S = 0.005
+_SOON_S = 0.02
 """A system call takes some microseconds, which counts in a short step, but not in a long one."""
 
 
