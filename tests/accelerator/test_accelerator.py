@@ -98,7 +98,7 @@ SLICED = ("num_shards=4", "batch_size=8", "num_microbatches=4")
     ("task", "keys", "waits"),
     [
         # The device goes on while the host waits for the event.
-        ("Counted", ("batch_size=16",), {"event": 1, "to host": 1}),
+        slow("Counted", ("batch_size=16",), {"event": 1, "to host": 1}),
         slow("Counted", ("batch_size=16", "sharding=optimizer"), 4),
         slow("Counted", ("batch_size=16", "compression.name=int8"), 2),
         slow("Counted", ("batch_size=16", "compression.name=lowrank"), 5),

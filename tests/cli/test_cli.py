@@ -43,7 +43,7 @@ def test_short_and_long_help(here, command):
             for closed in ("<&-", ">&-")
             for num in (1, 2)
         ),
-        ("<&- >&- 2>&-", 2),
+        pytest.param("<&- >&- 2>&-", 2, marks=pytest.mark.slow),
     ],
 )
 def test_standard_files_that_are_closed(tmp_path, closed, num_ranks):
@@ -111,7 +111,7 @@ def errors(done):
     return [line for line in done.stdout.splitlines() if "warning: " not in line]
 
 
-@pytest.mark.parametrize("num_ranks", [slow("1"), "2"])
+@pytest.mark.parametrize("num_ranks", ["1", slow("2")])
 def test_quiet_is_one_line(lockstep, tmp_path, num_ranks):
     arguments = ("-n", num_ranks, "--quiet", "--per-rank", "steps=4", "log_every=2")
     done = lockstep("train", target(), "--run-dir", "r", "stop_at_step=2", *arguments)
@@ -164,6 +164,7 @@ def test_signals_that_a_parent_has_ignored_or_blocked_are_heard(here):
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
+@pytest.mark.slow
 def test_an_interpreter_that_is_to_stay_shows_no_exit_code_as_a_traceback(tmp_path):
     argv = [sys.executable, "-m", "lockstep", "train", "nothing"]
     env = os.environ | {"PYTHONINSPECT": "1"}

@@ -49,7 +49,7 @@ def check_real(path: Path, transport: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "launcher", ["local", "mpi", pytest.param("torchrun", marks=pytest.mark.slow)]
+    "launcher", ["mpi", *(pytest.param(n, marks=pytest.mark.slow) for n in ("local", "torchrun"))]
 )
 def test_two_ranks_measure_everything(here: Any, tmp_path: Path, launcher: str) -> None:
     done = here(

@@ -142,6 +142,7 @@ def test_keys_of_ones_own(here, tmp_path: Path) -> None:
     assert "# A: b # c. [text]" in text
 
 
+@pytest.mark.slow
 def test_a_terminal_that_lacks_signs(lockstep) -> None:
     done = lockstep("config", "digits", PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr

@@ -176,6 +176,7 @@ def test_jitter_is_free_of_accidents() -> None:
     assert (made.jitter[0], made.jitter[-1]) == pytest.approx((0.5, 1.5))
 
 
+@pytest.mark.slow
 def test_a_plan_can_be_read_on_a_narrow_terminal() -> None:
     made = make_plan(facts(), network(), (1, 2, 64, 10_000), 2, 1000.0)
     console = Console(width=80, record=True, file=io.StringIO())

@@ -92,6 +92,7 @@ class Line(ls.Task):
 """
 
 
+@pytest.mark.slow
 def test_training_looks_for_garbage_as_usual(lockstep, tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text(TASK)
     keys = ("steps=1", "batch_size=1", "num_microbatches=1")

@@ -351,6 +351,7 @@ def started(stream: Any) -> list[Any]:
     return [w for w in multiprocessing.active_children() if w not in before]
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_noticed_when_the_next_batch_is_fetched() -> None:
     """And nowhere else: torch's handler of SIGCHLD would raise at any point of this thread."""
     made = loader(Plain(), num_workers=1)

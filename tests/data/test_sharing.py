@@ -44,6 +44,7 @@ def test_each_file_is_made_once_by_one_of_several(tmp_path: Path) -> None:
     assert len(set(made_by(tmp_path))) > 1
 
 
+@pytest.mark.slow
 def test_what_a_dead_process_was_at_is_taken_over(tmp_path: Path) -> None:
     victim = worker(tmp_path, 60)
     while not list(tmp_path.glob("begun-0-*")):

@@ -77,7 +77,8 @@ def test_any_number_of_ranks_gives_the_same(here, finished, tmp_path, overrides)
 
 
 @pytest.mark.parametrize(
-    ("slot", "more"), [(0, ()), slow(1, ("--replace", "1")), slow(1, ("optimizer.sharded=true",))]
+    ("slot", "more"),
+    [slow(0, ()), slow(1, ("--replace", "1")), slow(1, ("optimizer.sharded=true",))],
 )
 def test_a_rank_that_dies_meanwhile_changes_nothing(lockstep, finished, tmp_path, slot, more):
     ended, before = result(finished), of_test(finished)

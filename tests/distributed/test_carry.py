@@ -79,10 +79,9 @@ def test_no_carry_is_lost_with_a_rank(train_on, reference, tmp_path, launcher, f
     assert recovered or "raise" in str(faults)
 
 
-@pytest.mark.parametrize("launcher", ["mpi", pytest.param("local", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "keys", [(), pytest.param(("optimizer.sharded=true",), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["mpi", "local"])
+@pytest.mark.parametrize("keys", [(), ("optimizer.sharded=true",)])
 def test_without_copies_survivors_go_back_to_the_checkpoint(
     train_on, reference, tmp_path, launcher, keys
 ):
@@ -134,6 +133,7 @@ def test_going_back_survives_a_further_loss(train_on, reference, tmp_path):
     same(tmp_path / "run", reference)
 
 
+@pytest.mark.slow
 def test_a_loss_before_the_first_checkpoint_ends_the_session(train_on, tmp_path):
     keys = ("carry.buddy=false", "checkpoint.every=100", "steps=4", "eval_every=0")
     ended = train_on(tmp_path / "run", 2, *keys, faults=[PlannedFault(1, 2, "reduce")])

@@ -86,6 +86,7 @@ def test_three_ranks_go_on_in_the_middle_of_an_epoch_with_what_one_has_begun(ran
         }, name
 
 
+@pytest.mark.slow
 def test_all_validation_splits_are_evaluated_together(folder, few):
     names = {"val/loss", "val_shifted/loss", "test_shifted/loss"}
     assert names <= few["splits"][2].keys()

@@ -257,6 +257,7 @@ def test_an_unknown_master_address(lockstep):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_no_start_waits_longer_than_it_may(lockstep):
     """Neither the launcher, nor a rank that was started by hand."""
     ended = lockstep("train", "digits", "-n", "2", "--launcher", "local", "start_timeout_s=0.01")

@@ -23,8 +23,8 @@ PARAMETERS = "sharding=parameters"
 @pytest.mark.parametrize(
     ("launcher", "num_ranks", "keys"),
     [
-        ("local", 4, ("mesh.pp=2", PARAMETERS)),
-        pytest.param("local", 2, ("mesh.pp=2",), marks=pytest.mark.slow),
+        pytest.param("local", 4, ("mesh.pp=2", PARAMETERS), marks=pytest.mark.slow),
+        ("local", 2, ("mesh.pp=2",)),
         pytest.param("local", 3, ("mesh.pp=3", "sharding=optimizer"), marks=pytest.mark.slow),
         pytest.param("local", 2, ("mesh.pp=2", "mesh.interleave=3"), marks=pytest.mark.slow),
         pytest.param("mpi", 2, (PARAMETERS,), marks=pytest.mark.slow),

@@ -115,8 +115,9 @@ def test_a_sharded_optimizer_goes_host_by_host_too(train, references, launcher, 
     assert chosen(run_dir)[0] == ("hierarchical", "the ranks are on 2 hosts")
 
 
-@pytest.mark.parametrize("launcher", ["local", slow("mpi")])
-@pytest.mark.parametrize("keys", [LARGE, slow((*LARGE, "bucket_bytes=40000"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["local", "mpi"])
+@pytest.mark.parametrize("keys", [LARGE, (*LARGE, "bucket_bytes=40000")])
 def test_ranks_with_a_host_each_are_killed_while_gradients_travel(
     train, references, launcher, keys
 ):

@@ -17,7 +17,7 @@ TASK = f"{Path(__file__).with_name('state_tasks.py')}:DiesAtStart"
     ("launcher", "rank"),
     [
         ("local", 0),
-        ("mpi", 1),
+        pytest.param("mpi", 1, marks=pytest.mark.slow),
         pytest.param("local", 1, marks=pytest.mark.slow),
     ],
 )

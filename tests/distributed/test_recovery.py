@@ -203,6 +203,7 @@ def test_a_spare_steps_in(train, tmp_path):
     assert spent[2, 1] > spent[3, 2] * 4
 
 
+@pytest.mark.slow
 @SLOW_ON_MPI
 def test_down_to_one_rank(train, tmp_path, reference):
     faults = [

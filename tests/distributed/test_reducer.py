@@ -26,7 +26,8 @@ def alone(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("launcher", "num_ranks", "kind"),
-    [pytest.param("torchrun", 1, "torch", marks=pytest.mark.slow), ("torchrun", 2, "torch"),
+    [pytest.param("torchrun", 1, "torch", marks=pytest.mark.slow),
+     pytest.param("torchrun", 2, "torch", marks=pytest.mark.slow),
      pytest.param("torchrun", 3, "subgroup", marks=pytest.mark.slow),
      ("mpi", 2, "mpi"), pytest.param("mpi", 9, "mpi", marks=pytest.mark.slow)],
 )  # fmt: skip

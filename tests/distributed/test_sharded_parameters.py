@@ -21,7 +21,8 @@ MESSAGES = "exchange=messages"
 @pytest.mark.parametrize(
     ("launcher", "num_ranks", "keys"),
     [
-        ("local", 3, (PARAMETERS,)),  # two rounds of three, and one of two
+        # Two rounds of three, and one of two.
+        pytest.param("local", 3, (PARAMETERS,), marks=pytest.mark.slow),
         pytest.param("local", 1, (PARAMETERS,), marks=pytest.mark.slow),
         pytest.param("mpi", 3, (GRADIENTS,), marks=pytest.mark.slow),
         pytest.param("torchrun", 2, (PARAMETERS,), marks=pytest.mark.slow),

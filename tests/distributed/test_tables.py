@@ -24,7 +24,7 @@ CONFIG = (
     ("launcher", "num_ranks", "keys"),
     [
         ("mpi", 3, ("tables.buddy=false",)),
-        ("local", 2, ("sharding=gradients",)),
+        pytest.param("local", 2, ("sharding=gradients",), marks=pytest.mark.slow),
         pytest.param("torchrun", 4, (), marks=pytest.mark.slow),
         pytest.param("local", 7, ("data.num_workers=1",), marks=pytest.mark.slow),  # two are spares
         pytest.param("mpi", 3, ("sharding=optimizer",), marks=pytest.mark.slow),
@@ -74,7 +74,8 @@ def test_no_row_is_lost_with_a_rank(train_on, reference, tmp_path, launcher, fau
     assert both or not any(row["event"] == "Resumed" for row in rows)
 
 
-@pytest.mark.parametrize("launcher", ["mpi", pytest.param("local", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["mpi", "local"])
 def test_without_copies_survivors_go_back_to_the_checkpoint(
     train_on, reference, tmp_path, launcher
 ):

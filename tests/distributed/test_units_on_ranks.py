@@ -16,7 +16,10 @@ PARAMETERS = "sharding=parameters"
 @pytest.mark.parametrize(
     ("launcher", "num_ranks", "keys"),
     [
-        ("local", 4, ("mesh.pp=2", PARAMETERS, "exchange=messages")),  # blocks are gathered ahead
+        # Blocks are gathered ahead.
+        pytest.param(
+            "local", 4, ("mesh.pp=2", PARAMETERS, "exchange=messages"), marks=pytest.mark.slow
+        ),
         pytest.param("mpi", 4, ("mesh.pp=2", PARAMETERS), marks=pytest.mark.slow),
         pytest.param("mpi", 4, ("mesh.pp=2", "mesh.tp=2"), marks=pytest.mark.slow),
         pytest.param("mpi", 3, ("mesh.pp=3",), marks=pytest.mark.slow),

@@ -60,6 +60,7 @@ def test_training_does_not_import_the_compiler(tmp_path: Path) -> None:
     in_new_process(TRAINING, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.no_ranks  # two that sleep while they wait
 def test_stages_with_values_by_name_do_not_import_the_compiler(lockstep: Any) -> None:
     keys = ("init=by_name", "mesh.pp=2", "steps=2", "batch_size=8")

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from lockstep.engine import timing as usage
 
 CHILD = """
@@ -26,6 +28,7 @@ print(subprocess.run([sys.executable, "-c", {CHILD!r}], capture_output=True, tex
 MIB = 1 << 20
 
 
+@pytest.mark.slow
 def test_a_peak_is_that_of_the_process_and_not_of_who_started_it():
     ended = subprocess.run(
         [sys.executable, "-c", STARTED_BY], capture_output=True, text=True, timeout=60, check=True

@@ -185,6 +185,7 @@ def test_ranks_train_to_the_end_while_nobody_reads_what_they_print(tmp_path, lau
     assert b"were dropped" not in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", ["2"])
 def test_ranks_train_to_the_end_on_a_terminal_that_is_held(tmp_path, ranks):
     (tmp_path / "loud.py").write_text(LOUD)

@@ -80,7 +80,7 @@ def test_a_refused_start_changes_no_file_of_the_run(fit, lockstep, tmp_path, lau
 
 @pytest.mark.parametrize(
     ("launcher", "fails"),
-    [("python", "loss"), slow("python", "data"), ("local", "model"), ("mpi", "loss")],
+    [("python", "loss"), slow("python", "data"), ("local", "model"), slow("mpi", "loss")],
 )
 def test_a_failed_start_leaves_nothing_and_holds_no_directory(fit, tmp_path, launcher, fails):
     more = LAUNCHERS[launcher]

@@ -594,6 +594,7 @@ def test_bombs_are_not_unpacked(here: Any, tmp_path: Path, monkeypatch: pytest.M
     assert "unpacks to" in here("import", "bomb.npz").stderr
 
 
+@pytest.mark.slow
 def test_of_a_large_file_that_nobody_knows_names_are_read_and_no_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

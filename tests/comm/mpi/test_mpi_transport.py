@@ -89,6 +89,7 @@ def test_hierarchical_collectives_are_off(given: str, expected: str) -> None:
     assert rank_environment(1, base)["OMPI_MCA_coll"] == expected
 
 
+@pytest.mark.slow
 def test_hierarchical_collectives_are_off_in_a_process_of_its_own() -> None:
     script = "import os; from lockstep.comm.mpi import library; print(os.environ['OMPI_MCA_coll'])"
     env = rank_environment(1) | {"OMPI_MCA_coll": "^ucc"}

@@ -114,6 +114,7 @@ def test_a_wait_in_vain_is_given_up() -> None:
 SCRIPT = Path(__file__).parents[1] / "launched" / "lost_transfer.py"
 
 
+@pytest.mark.slow
 def test_a_transfer_that_gloo_forgets_is_given_up(
     run_to_end: Callable[..., CompletedProcess[str]],
 ) -> None:

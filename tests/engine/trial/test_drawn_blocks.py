@@ -61,9 +61,13 @@ def alone(task: type[Words], kind: type[nn.Module], clip_norm: float | None) -> 
     ("task", "kind", "size", "keys"),
     [
         (Words, models.Decoder, 2, {"pp": 2}),
-        (Words, models.Normed, 4, {"pp": 2, "sharding": "parameters"}),
+        pytest.param(
+            Words, models.Normed, 4, {"pp": 2, "sharding": "parameters"}, marks=pytest.mark.slow
+        ),
         (Words, models.Turned, 2, {"pp": 2, "sharding": "optimizer"}),
-        (InUnits, models.Functional, 3, {"sharding": "parameters"}),
+        pytest.param(
+            InUnits, models.Functional, 3, {"sharding": "parameters"}, marks=pytest.mark.slow
+        ),
         (InUnits, models.Turned, 2, {"sharding": "parameters"}),
         # Units that are called twice are none.
         (AsItIs, models.Twin, 2, {"sharding": "parameters", "clip_norm": None}),

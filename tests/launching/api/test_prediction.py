@@ -239,6 +239,7 @@ def test_the_prediction_outlives_rank_0(lockstep: Any, tmp_path: Path) -> None:
     assert "predicted by plan.json" in done.stdout
 
 
+@pytest.mark.slow
 def test_of_ranks_of_which_one_dies_before_training_only_the_others_are_told(
     lockstep: Any, tmp_path: Path
 ) -> None:

@@ -151,7 +151,11 @@ def test_a_script_that_ends_in_an_error(tmp_path: Path, ranks: Any, name: str) -
     [
         pytest.param("ls.main(StopsItself(CONFIG), run_dir='run')", 130, marks=pytest.mark.slow),
         ("ls.train(StopsItself(CONFIG), run_dir='run')", 130),
-        ("try:\n    ls.train(StopsItself(CONFIG), run_dir='run')\nexcept ls.Stopped: pass", 0),
+        pytest.param(
+            "try:\n    ls.train(StopsItself(CONFIG), run_dir='run')\nexcept ls.Stopped: pass",
+            0,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_script_that_ctrl_c_stops(tmp_path: Path, call: str, code: int) -> None:

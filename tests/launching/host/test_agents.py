@@ -111,6 +111,7 @@ def test_agents_come_go_and_end_with_the_coordinator(tmp_path: Path) -> None:
     assert "Traceback" not in text
 
 
+@pytest.mark.slow
 def test_where_all_have_stood_still_the_ranks_of_the_coordinator_stay(tmp_path: Path) -> None:
     run = Run(tmp_path)
     first = run.start()

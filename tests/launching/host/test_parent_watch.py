@@ -40,7 +40,8 @@ MPIRUN = ("-n", "2", "--oversubscribe", "--allow-run-as-root", "--with-ft", "ulf
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
 def test_ranks_started_by_hand_do_not_outlive_a_launcher_that_is_killed(tmp_path, launcher):
     (tmp_path / "slow.py").write_text(TASK)
     command = [str(find_mpirun()), *MPIRUN, sys.executable, "slow.py"]

@@ -204,6 +204,7 @@ def test_ranks_get_places_from_their_own_launcher_only() -> None:
     assert base["RANK"] == "1"
 
 
+@pytest.mark.slow
 def test_a_rank_that_finds_no_store_has_an_error_and_no_stack_trace_of_torch() -> None:
     code = """
 import socket

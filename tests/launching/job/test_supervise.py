@@ -170,7 +170,9 @@ for signum in (signal.SIGUSR1, signal.SIGUSR2):
 
 
 @pytest.mark.cold
-@pytest.mark.parametrize("kind", ["python", "local", "mpi", "torchrun"])
+@pytest.mark.parametrize(
+    "kind", ["python", "local", "mpi", pytest.param("torchrun", marks=pytest.mark.slow)]
+)
 def test_a_preemption_notice_is_passed_on(tmp_path: Path, kind: str) -> None:
     ranks = 1 if kind == "python" else 2
     stopper = Stopper(ranks, signal.SIGUSR1)
@@ -232,7 +234,9 @@ time.sleep(600)
 
 @pytest.mark.cold
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("kind", ["python", "mpi", "torchrun"])
+@pytest.mark.parametrize(
+    "kind", ["python", "mpi", pytest.param("torchrun", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("met", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_ranks_that_have_just_met_are_asked_to_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, met: bool
@@ -460,7 +464,8 @@ def test_nothing_a_rank_started_is_left(tmp_path: Path) -> None:
     assert not is_alive(int(lines[0]))
 
 
-@pytest.mark.parametrize("kind", [pytest.param("python", marks=pytest.mark.slow), "mpi"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["python", "mpi"])
 def test_ranks_that_never_meet_are_ended(tmp_path: Path, kind: str) -> None:
     lines: list[str] = []
     sleep = code(
@@ -631,7 +636,7 @@ transport.close()
 )
 
 
-@pytest.mark.parametrize("kind", ["local", "mpi"])
+@pytest.mark.parametrize("kind", ["local", pytest.param("mpi", marks=pytest.mark.slow)])
 def test_a_joiner_waits_until_all_are_ready_for_it(tmp_path: Path, kind: str) -> None:
     outcome, lines, _ = run(ranks_of(kind, code(HELD_BACK), replacements=1), tmp_path)
     # mpirun's own exit code does not count after a loss, and nobody here says how the run ended.

@@ -33,7 +33,13 @@ OVER_GLOO = {
 @pytest.mark.parametrize(
     ("places", "name", "value", "words"),
     [
-        (OVER_MPI, "LD_LIBRARY_PATH", "{folder}", "no MPI library can be loaded ("),
+        pytest.param(
+            OVER_MPI,
+            "LD_LIBRARY_PATH",
+            "{folder}",
+            "no MPI library can be loaded (",
+            marks=pytest.mark.slow,
+        ),
         (OVER_GLOO, "GLOO_SOCKET_IFNAME", "lo,none7", "has no network interface none7 ("),
     ],
 )

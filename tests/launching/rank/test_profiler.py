@@ -17,7 +17,7 @@ def plain_sha256():
 
 
 @pytest.mark.parametrize(
-    "launcher", ["python", pytest.param("local", marks=pytest.mark.slow), "mpi"]
+    "launcher", ["python", *(pytest.param(n, marks=pytest.mark.slow) for n in ("local", "mpi"))]
 )
 def test_each_rank_writes_a_trace_and_the_result_is_the_same(
     here, tmp_path, plain_sha256, launcher

@@ -162,6 +162,7 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
         write_flight({0: rank.log}, tmp_path / "notes")
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_square_of_the_ranks(tmp_path: Path) -> None:
     ranks = [Rank(number, 1024) for number in range(16)]
     for rank in ranks:

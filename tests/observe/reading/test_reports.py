@@ -60,7 +60,7 @@ def runs(tmp_path):
     return one, two
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_page_loads_nothing_and_shows_text_as_text(runs, count):
     page = as_html(report_of(runs[:count]))
     tags = Tags(page)
@@ -114,6 +114,7 @@ def test_what_steps_cost_is_beside_what_was_predicted(tmp_path):
     assert "time of a step" not in as_markdown(report_of([early]), "figures")
 
 
+@pytest.mark.slow
 def test_markdown_has_its_pictures_beside_it(runs, tmp_path):
     blocks = list(report_of(runs))
     text = as_markdown(blocks, "figures of it")

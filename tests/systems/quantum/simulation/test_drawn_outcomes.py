@@ -21,6 +21,7 @@ def test_many_outcomes_are_drawn_by_their_probabilities(monkeypatch):
     assert not counts[likely == 0].any()
 
 
+@pytest.mark.slow
 def test_a_register_of_25_qubits_can_be_sampled():
     likely = torch.zeros(1 << 25)
     likely[[3, (1 << 25) - 1]] = torch.tensor([0.25, 0.75])
