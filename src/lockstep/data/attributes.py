@@ -52,9 +52,9 @@ class PassAttribute:
 class AttributeGuard:
     """Notices, in any step, that a pass reads an attribute that another pass has set.
 
-    The classes of the watched objects get a `__setattr__` and a `__delattr__` that record what a
-    pass sets. From then on, reads of the attribute go through a descriptor, so code that sets no
-    attributes is as quick as before. `close` restores the classes.
+    `nn.Module` and the classes of the watched objects get a `__setattr__` and a `__delattr__` that
+    record what a pass sets. From then on, reads of the attribute go through a descriptor, so code
+    that sets no attributes is as quick as before. `close` restores the classes.
 
     Without a call of `watch` it notices nothing.
 
@@ -84,8 +84,8 @@ class AttributeGuard:
         self._is_scratch = is_scratch
         # The objects are kept alive, so that an id stays with its object.
         self._watched = {id(value): (path, value) for path, value in objects.items()}
-        self._watch_modes()
-        for kind in {type(value): None for value in objects.values()}:
+        # `nn.Module` first: the plain functions of classes that inherit it are then the new ones.
+        for kind in {nn.Module: None, **{type(value): None for value in objects.values()}}:
             self._watch_class(kind)
 
     def clear(self, attributes: Iterable[PassAttribute]) -> None:
@@ -121,21 +121,12 @@ class AttributeGuard:
             self._undo.pop()()
         self._watched, self._set, self.read = {}, {}, {}
 
-    def _watch_modes(self) -> None:
-        # Before all others: their plain functions are this one, where they inherit it.
-        plain_set: Any = nn.Module.__setattr__
-
-        def set_attribute(owner: nn.Module, name: str, value: object) -> None:
-            self.num_modes_set += name == "training"
-            plain_set(owner, name, value)
-
-        self._put(nn.Module, "__setattr__", set_attribute)
-
     def _watch_class(self, kind: type) -> None:
         plain_set: Any = kind.__setattr__
         plain_delete: Any = kind.__delattr__
 
         def set_attribute(owner: object, name: str, value: object) -> None:
+            self.num_modes_set += name == "training"
             if id(owner) in self._watched:
                 self._note_set(owner, name, value)
             plain_set(owner, name, value)

@@ -306,6 +306,25 @@ class OfMode(Late):
         return 1.0 if was_training else 2.0
 
 
+class SetsItself(Net):
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "training":
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+
+class OfOwnMode(Late):
+    def build_model(self) -> nn.Module:
+        return SetsItself()
+
+    def factor(self, model: Any, loss: ls.Loss) -> float:
+        was_training: bool = model.training
+        if self.is_late:
+            model.training = False
+        return 1.0 if was_training else 2.0
+
+
 class OfDataset(Late):
     def dataset(self, split: str) -> Dataset[Any] | None:
         class Counts(Samples):
@@ -382,6 +401,7 @@ def test_a_setting_of_torch_that_a_microbatch_changes_is_named(tmp_path: Path) -
         (OfSlots, r"task\.kept\.value"),
         (OfHook, r"task\.hook\.seen"),
         (OfMode, r"model\.drop\.training"),
+        (OfOwnMode, r"model\.training"),
         (SetsDtype, r"torch\.get_default_dtype"),
     ],
 )
