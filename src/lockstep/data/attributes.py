@@ -85,7 +85,7 @@ class AttributeGuard:
         # The objects are kept alive, so that an id stays with its object.
         self._watched = {id(value): (path, value) for path, value in objects.items()}
         # `nn.Module` first: the plain functions of classes that inherit it are then the new ones.
-        for kind in {nn.Module: None, **{type(value): None for value in objects.values()}}:
+        for kind in dict.fromkeys([nn.Module, *map(type, objects.values())]):
             self._watch_class(kind)
 
     def clear(self, attributes: Iterable[PassAttribute]) -> None:
