@@ -21,6 +21,8 @@ _PRELOADED = (
     "lockstep.systems.digits.task", "lockstep.systems.quantum.commands",
     "lockstep.systems.ufs.task",
     "lockstep.systems.ufs.cli", "lockstep.systems.sketched.conversion",
+    "lockstep.comm.torchdist.elastic_transport", "lockstep.hooks", "rich._emoji_codes",
+    "encodings.idna", "pydantic.dataclasses", "torch._subclasses.schema_check_mode",
 )  # fmt: skip
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _SITE = os.path.join(os.path.dirname(__file__), "site")
