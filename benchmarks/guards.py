@@ -1,6 +1,6 @@
 """What looking for hidden state costs a step; writes `docs/benchmarks/guards.md` and `.json`.
 
-Every other block of steps of one run goes without, so both kinds see the same machine. `--quick`
+Half of the blocks of steps of one run go without, so both kinds see the same machine. `--quick`
 shows that everything runs, and prints instead.
 """
 
@@ -48,7 +48,7 @@ class Blocks:
         def timed_step(
             own: TrainStep, number: int, decays: int, batches: Iterator[Any]
         ) -> StepResult:
-            self._is_guarded = number < _WARM or number // _BLOCK % 2 == 0
+            self._is_guarded = number < _WARM or _is_guarded(number)
             began = perf_counter()
             try:
                 return step(own, number, decays, batches)
@@ -78,9 +78,17 @@ class Blocks:
         for part in parts:
             kinds: tuple[list[float], list[float]] = ([], [])
             for number in part:
-                kinds[number // _BLOCK % 2].append(self.steps[number])
+                kinds[not _is_guarded(number)].append(self.steps[number])
             found.append(kinds)
         return found
+
+
+def _is_guarded(number: int) -> bool:
+    """Whether a step is one with the guards, in the order of Thue and Morse: 0 1 1 0 1 0 0 1.
+
+    What falls on every 16th step, as the beginnings of epochs do, then falls on both kinds alike.
+    """
+    return (number // _BLOCK).bit_count() % 2 == 0
 
 
 def main() -> None:
@@ -91,7 +99,7 @@ def main() -> None:
     facts = {**machine(("torch",)), "command": command("guards")}
     section = Section(
         "One rank, one microbatch",
-        f"{_BLOCK} steps with and {_BLOCK} without looking for hidden state, in turn. `guards`: "
+        f"{_BLOCK} steps with or without looking for hidden state in turn. `guards`: "
         "the difference between the median steps of both kinds. `median`: their ratio. `all`: the "
         "ratio of all steps, with those that are looked at and repeated, which may take 0.2 % of a "
         f"run's time, or 0.1 s if that is more. In parentheses: quartiles of {_PARTS} parts of a "
