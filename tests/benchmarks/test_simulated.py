@@ -107,7 +107,7 @@ def as_among_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("as_among_many")
-@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+@pytest.mark.parametrize("ranks", [2, 3, 5, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sharding", ["none", "optimizer", "gradients", "parameters"])
 def test_real_ranks_make_the_calls_of_simulated_ones(ranks: int, sharding: str) -> None:
     case = Case(ranks, 1, 40_000, 12, sharding, bucket_bytes=50_000, blocks=2)

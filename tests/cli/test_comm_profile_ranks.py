@@ -48,9 +48,8 @@ def check_real(path: Path, transport: str) -> None:
         assert measurement.points
 
 
-@pytest.mark.parametrize(
-    "launcher", ["mpi", *(pytest.param(n, marks=pytest.mark.slow) for n in ("local", "torchrun"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["mpi", "local", "torchrun"])
 def test_two_ranks_measure_everything(here: Any, tmp_path: Path, launcher: str) -> None:
     done = here(
         "comm-profile", "-n", "2", "--launcher", launcher, "--sizes", "1KB,4KB", "--seconds", "0.5",

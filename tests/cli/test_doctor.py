@@ -130,6 +130,7 @@ def test_no_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {check.status for check in others} == {"skip"}
 
 
+@pytest.mark.slow
 def test_a_lonely_rank_is_no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     """What happens when mpirun and mpi4py belong to different MPIs: all think they are alone."""
     for name, value in (("RANK", "0"), ("SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_SIZE", "2")):

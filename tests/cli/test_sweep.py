@@ -47,6 +47,7 @@ def test_it_trains_tells_skips_and_goes_on(lockstep: Any, tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_in_order_and_the_same_command_goes_on(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lockstep", "sweep", TASK, "seed=0..2", "--dir", "s"]
     long = [*command, "steps=2000", "log_every=1"]

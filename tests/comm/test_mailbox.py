@@ -34,7 +34,7 @@ def told(done: CompletedProcess[str]) -> list[dict[str, Any]]:
     ("launcher", "num_ranks"),
     [
         ("mpi", 2),
-        ("local", 3),
+        pytest.param("local", 3, marks=pytest.mark.slow),
         pytest.param("mpi", 5, marks=pytest.mark.slow),
         pytest.param("torchrun", 2, marks=pytest.mark.slow),
     ],

@@ -33,7 +33,7 @@ def test_doubling_brings_every_part_once_in_log2_rounds(size: int) -> None:
     assert all(len(own) == size for own in known)
 
 
-@pytest.mark.parametrize("launcher", ["mpi", "local"])
+@pytest.mark.parametrize("launcher", [pytest.param("mpi", marks=pytest.mark.slow), "local"])
 def test_many_ranks_gather_and_go_on_without_one_that_dies(
     ranks: Callable[..., CompletedProcess[str]], launcher: str
 ) -> None:

@@ -39,12 +39,13 @@ def alone(tmp_path_factory):
         ("Searched", "local", 3, (), [PlannedFault(1, 2, "search"), PlannedFault(0, 5, "search")]),
         ("Sharp", "mpi", 3, (), [PlannedFault(2, 3, "search")]),
         ("Free", "local", 2, (), [PlannedFault(1, 4, "reduced")]),
-        (
+        pytest.param(
             "Cycled",
             "local",
             3,
             ("sharding=optimizer",),
             [PlannedFault(2, 3, "committed"), PlannedFault(1, 5, "gather")],
+            marks=pytest.mark.slow,
         ),
         *(
             pytest.param(task, launcher, 3, keys, faults, marks=pytest.mark.slow)

@@ -32,6 +32,7 @@ def disks(tmp_path):
         run.kill_all()
 
 
+@pytest.mark.slow
 def test_a_host_is_lost_with_its_disk(tmp_path, disks, lockstep):
     """The other goes on, to the bits of one process."""
     sha = sha_alone(tmp_path, lockstep, *KEYS)

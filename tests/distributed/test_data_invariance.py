@@ -153,6 +153,7 @@ def test_parts_of_a_stream_are_read_by_the_ranks_of_their_microbatches(lockstep,
     assert len((tmp_path / "reads" / "0").read_text().splitlines()) - 2 * 16 < 160
 
 
+@pytest.mark.slow
 def test_parts_of_a_stream_move_with_their_microbatches(lockstep, tmp_path, few):
     faults = [PlannedFault(0, 3, "compute"), PlannedFault(2, 7, "places")]
     done = lockstep(

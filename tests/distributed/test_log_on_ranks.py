@@ -23,7 +23,8 @@ def pictures(run_dir):
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*.png")}
 
 
-@pytest.mark.parametrize("launcher", ["local", pytest.param("mpi", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["local", "mpi"])
 def test_ranks_log_what_one_process_logs_though_rank_0_dies(lockstep, tmp_path, launcher):
     def train(name, task, num_ranks, *options, **env):
         done = lockstep("train", task, "--run-dir", name, "-n", num_ranks, *options, *KEYS, **env)

@@ -35,6 +35,7 @@ def test_the_same_bits_over_any_group(ranks, alone, launcher, num_ranks, kind):
     assert told(ranks(launcher, num_ranks, LOOP, kind)) == alone
 
 
+@pytest.mark.slow
 def test_a_rank_that_forgets_a_microbatch_is_named(ranks):
     done = ranks("torchrun", 2, LOOP, "torch", "forgets")
     assert done.returncode != 0

@@ -124,6 +124,7 @@ def test_ctrl_c_stops_with_a_checkpoint(lockstep, tmp_path, launcher, num_ranks)
     )
 
 
+@pytest.mark.slow
 def test_a_script_under_the_launcher_and_alone(lockstep, ranks, tmp_path):
     script = target().rpartition(":")[0]
     done = lockstep("train", script, "-n", "2", "--run-dir", "by launcher é", "steps=9")

@@ -149,6 +149,7 @@ def test_a_killed_rank_is_replaced_by_one_that_gets_the_copy_too(
     assert kinds.count("Joined") == 3
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_with_a_checkpoint_and_the_run_goes_on_later(
     launch: Callable[..., ls.Result], tmp_path: Path, here: Any
 ) -> None:

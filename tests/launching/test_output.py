@@ -23,7 +23,7 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 SHORT = ("steps=6", "eval_every=2")
 
 
-@pytest.mark.parametrize("launcher", [slow("python"), "local", "mpi", slow("torchrun")])
+@pytest.mark.parametrize("launcher", [slow("python"), "local", slow("mpi"), slow("torchrun")])
 def test_a_pipe_gets_plain_lines_of_at_most_80_columns(lockstep, tmp_path, launcher):
     ranks = "1" if launcher == "python" else "2"
     done = lockstep(

@@ -136,6 +136,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_before_all_have_met_is_told_of() -> None:
     command = mpirun_command(3, [sys.executable, "-c", EARLY], cores=1)
     done = subprocess.run(

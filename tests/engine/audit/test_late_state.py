@@ -1108,6 +1108,6 @@ def test_state_of_an_optimizer_outside_of_it_is_refused_by_name(
 
 
 def test_classes_are_as_they_were_after_training(tmp_path: Path) -> None:
-    before = {kind: dict(vars(kind)) for kind in (Late, Net, Memo)}
+    before = {kind: dict(vars(kind)) for kind in (Late, Net, Memo, nn.Module)}
     run(tmp_path, Memo())
     assert {kind: dict(vars(kind)) for kind in before} == before

@@ -144,6 +144,7 @@ def test_any_number_of_ranks_has_the_same_bits(size, buddy):
     assert len(known) == (size if buddy else 0)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.integers(2, 5), st.data())
 def test_survivors_have_all_rows_if_no_neighbours_died(former, data):

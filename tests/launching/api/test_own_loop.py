@@ -235,6 +235,7 @@ raise SystemExit(3)
 """
 
 
+@pytest.mark.slow
 def test_a_loop_that_a_variable_holds_is_left_when_the_program_ends(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     root = str(Path(__file__).parents[3])

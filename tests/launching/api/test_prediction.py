@@ -219,6 +219,7 @@ def test_resume_keeps_the_plan_and_reads_it_again(lockstep: Any, tmp_path: Path)
         assert third[key] == second[key]
 
 
+@pytest.mark.slow
 def test_the_prediction_outlives_rank_0(lockstep: Any, tmp_path: Path) -> None:
     of = override(EverythingConfig(), KEYS)
     write_json(tmp_path / "plan.json", plan_of(of))

@@ -109,6 +109,7 @@ class Stopper:
         return [row["pid"] for row in self.joined]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "ranks", "signum"),
     [
@@ -673,10 +674,8 @@ def test_a_rank_killed_before_all_have_met(tmp_path: Path) -> None:
         run(ranks_of("local", code(text)), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("end", "expected"),
-    [pytest.param("sys.exit(2)", 2, marks=pytest.mark.slow), ("sys.exit(0)", 1)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("end", "expected"), [("sys.exit(2)", 2), ("sys.exit(0)", 1)])
 def test_a_rank_that_ends_before_all_have_met(tmp_path: Path, end: str, expected: int) -> None:
     outcome, _, _ = run(ranks_of("local", code(MEETING.format(end=end))), tmp_path)
     assert (outcome.exit_code, outcome.met) == (expected, False)

@@ -36,6 +36,7 @@ assert "torch" not in sys.modules
 ROOT = Path(__file__).parents[4]
 
 
+@pytest.mark.slow
 def test_another_process_writes_the_same_bytes(tmp_path: Path) -> None:
     code = [sys.executable, "-c", AGAIN, str(tmp_path / "theirs")]
     # Sets of texts have another order in each process, unless this is set.

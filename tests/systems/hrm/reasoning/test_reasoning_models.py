@@ -205,9 +205,8 @@ def test_samples_do_not_see_one_another(make) -> None:
     torch.testing.assert_close(together[1:2], alone, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("hierarchical", marks=pytest.mark.slow), "recursive, mixing by layers"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hierarchical", "recursive, mixing by layers"])
 def test_a_segment_is_one_graph_for_the_compiler(name: str) -> None:
     """A value that the host had to wait for would break the graph."""
     torch.manual_seed(0)

@@ -85,6 +85,7 @@ def cells(line: str) -> list[list[str]]:
     return [part.split() for part in line.split("|")]
 
 
+@pytest.mark.slow
 def test_votes_with_identifiers_and_without_are_side_by_side(
     here: Here, arc: Path, answering: None
 ) -> None:
