@@ -8,7 +8,8 @@ from lockstep.engine.faults import PlannedFault, to_env
 KEYS = ("hooked=5", "eval_every=2", "steps=40", "checkpoint.every=3")
 
 
-@pytest.mark.parametrize("launcher", ["local", pytest.param("mpi", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["local", "mpi"])
 def test_hooks_go_on_where_ranks_die(lockstep, tmp_path, launcher):
     def train(name, num_ranks, *options, **env):
         done = lockstep(

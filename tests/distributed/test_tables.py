@@ -91,6 +91,7 @@ def test_without_copies_survivors_go_back_to_the_checkpoint(
     assert len({r["pid"] for r in rows if r["event"] == "Joined"}) == 3  # nobody was started again
 
 
+@pytest.mark.slow
 def test_three_ranks_go_on_with_what_two_have_saved(lockstep, train_on, reference, tmp_path):
     run_dir = tmp_path / "run"
     stopped = train_on(

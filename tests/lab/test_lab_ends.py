@@ -58,6 +58,7 @@ def dead():
         return process.pid
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_listen_have_one_grace_together(monkeypatch):
     monkeypatch.setattr(ranks, "_GRACE_S", 1.5)
     started = time.monotonic()

@@ -92,7 +92,9 @@ def again(path: Path, inputs: tuple[Tensor, ...]) -> list[Tensor]:
     return [*loaded(*inputs).values()]
 
 
-@pytest.mark.parametrize("format", GRAPHS)
+@pytest.mark.parametrize(
+    "format", [pytest.param(f, marks=pytest.mark.slow) if f == "onnx" else f for f in GRAPHS]
+)
 def test_several_inputs_and_any_batch_size(pairs: Path, tmp_path: Path, format: str) -> None:
     path = tmp_path / f"model{SUFFIXES[format]}"
     state = torch.get_rng_state()

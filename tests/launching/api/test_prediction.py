@@ -191,6 +191,7 @@ def test_the_command_says_what_is_wrong_with_a_plan(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_resume_keeps_the_plan_and_reads_it_again(lockstep: Any, tmp_path: Path) -> None:
     of = override(EverythingConfig(), KEYS)
     write_json(tmp_path / "plan.json", plan_of(of))

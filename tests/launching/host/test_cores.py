@@ -147,9 +147,8 @@ def test_computes_with_so_many_threads_for_a_while(monkeypatch: pytest.MonkeyPat
     assert [os.environ.get(name) for name in THREAD_VARIABLES] == ["7", "7", "7", None]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "is_set"), [(2, True), pytest.param(1, False, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "is_set"), [(2, True), (1, False)])
 def test_sets_interop_threads_in_a_rank_only(world_size: int, is_set: bool) -> None:
     code = (
         "import torch; from lockstep.launching.rank.process import num_threads;"

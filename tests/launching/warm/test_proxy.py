@@ -104,6 +104,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_nothing_differs_from_a_start_of_its_own(start: Start, tmp_path: Path) -> None:
     seen = []
     for cold in (True, False, False):
