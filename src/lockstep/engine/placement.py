@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from itertools import islice
 from typing import TypeVar
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from lockstep.comm.transport import Transport
 from lockstep.config import TrainConfig
+from lockstep.engine.passes.precision import NOTHING
 from lockstep.engine.runtime import Runtime
 from lockstep.errors import RankFailure, shared
 from lockstep.nn.cutting import compute_in
@@ -25,7 +26,6 @@ from lockstep.parallel.hosts import Hosts, are_apart, meet, meet_hosts
 from lockstep.parallel.layout import Assigned, Pass, Range, one_forward_one_backward, split
 from lockstep.parallel.mesh import NEW, Mesh, rearranged
 
-_NOTHING = nullcontext()
 T = TypeVar("T")
 
 
@@ -312,7 +312,7 @@ class Placement:
 
     def in_stream(self, waits: bool = False) -> AbstractContextManager[None]:
         """`Transport.in_stream` of all ranks, where they compute on devices."""
-        return _NOTHING if self._is_cpu else self.world.in_stream(waits)
+        return NOTHING if self._is_cpu else self.world.in_stream(waits)
 
     def together(self, compute: Callable[[], T]) -> T:
         """The result of what the ranks of a replica compute together.

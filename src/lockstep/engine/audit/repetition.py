@@ -27,7 +27,6 @@ class Repetition:
 
     Attributes:
         is_second: whether this is the second time.
-        has_suspects: whether there are any `suspects`, as of the first time.
     """
 
     def __init__(self, state: PassState) -> None:
@@ -38,7 +37,7 @@ class Repetition:
     def forget(self) -> None:
         """Drop what is known of the passes: ranks compute other microbatches from now on."""
         self._guard.read.clear()
-        self.is_second = self.has_suspects = False
+        self.is_second = False
         self._is_quick = True
         self._modes: dict[str, object] = {}
         self._settings: tuple[object, ...] = ()
@@ -82,7 +81,6 @@ class Repetition:
         if self._before is not None or self.may_have_suspects:
             self._changed += self._state.changed_modes(self._modes)
             self._note_modes()
-        self.has_suspects = bool(self._read or self._changed)
 
     @property
     def may_have_suspects(self) -> bool:
@@ -100,6 +98,11 @@ class Repetition:
         self._guard.leave()
         if self.is_second:
             self._state.caches.recall()
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether there are any `suspects`."""
+        return bool(self._read or self._changed)
 
     @property
     def suspects(self) -> list[str]:
@@ -200,6 +203,9 @@ class StepAudit:
         runtime: the group of ranks.
         state: what passes may change.
         watch: says how long steps take.
+
+    Attributes:
+        is_suspicious: whether this rank wants the step to be done again.
     """
 
     def __init__(self, runtime: Runtime, state: PassState, watch: Stopwatch) -> None:
@@ -226,7 +232,8 @@ class StepAudit:
                 self.forget()
             self._step, self._began = step, perf_counter()
             self._is_due = self._state.is_due(step)
-        self._passes.begin(self._is_due, is_quick=(step + 1) & step != 0)
+        is_due = self._is_due and not self._is_given_up
+        self._passes.begin(is_due, is_quick=(step + 1) & step != 0)
 
     def end(self) -> None:
         """After them."""
@@ -258,11 +265,7 @@ class StepAudit:
         """Have nothing to compare with: the step was given up, or ranks compute other parts."""
         self._passes.forget()
         self._step, self._first, self._suspects = -1, None, []
-        self._is_given_up = self._is_due = self._is_quiet = self.is_suspicious = False
-
-    def _give_up(self) -> None:
-        """Compare this step no more, however often it is done."""
-        self._first, self._is_given_up, self._is_due = None, True, False
+        self._is_given_up = self._is_quiet = self.is_suspicious = False
 
     @property
     def is_second(self) -> bool:
@@ -284,7 +287,7 @@ class StepAudit:
         if not all(path.startswith("dataset(") for path in self._suspects):
             raise shared(depends_on(f"step {self._step}", self._suspects))
         self._passes.trust()
-        self._give_up()
+        self._first, self._is_given_up = None, True
         raise StepRepeated
 
     def check(self, headers: Headers, scalars: list[float], workspace: Workspace) -> None:
@@ -321,7 +324,7 @@ class StepAudit:
         # What is repeated however long it takes leaves the others their time.
         if math.isfinite(self._state.seconds_to_repeat(self._step, 0.0)):
             self._spent += self._repetition_s
-        self._give_up()
+        self._first, self._is_given_up = None, True
 
 
 def _outcome(scalars: list[float], workspace: Workspace) -> _Outcome:
