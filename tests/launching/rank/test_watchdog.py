@@ -21,6 +21,10 @@ from lockstep.comm.calls import CallRing
 from lockstep.engine.runtime import Heartbeat
 from lockstep.launching.rank.watchdog import Watchdog
 
+def children():
+    tasks = Path("/proc/self/task").glob("*/children")
+    return [child for task in tasks for child in task.read_text().split()]
+
 def stand_still():
     while True:
         time.sleep(0.01) if sys.argv[1] != "loop" else None
@@ -38,7 +42,11 @@ with Watchdog(heartbeat.fd, 0.6, *files, stays=stays):
         time.sleep(0.05)
     if sys.argv[1] != "unarmed":
         heartbeat.arm()
-    if sys.argv[1] == "stop":
+    for name in ("SIGKILL", "SIGSTOP") if "without" in sys.argv[1] else ():
+        [child] = children()
+        os.kill(int(child), getattr(signal, name))
+        time.sleep(0.4)
+    if sys.argv[1] in ("stop", "without a watchdog stop"):
         os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(1)
     elif sys.argv[1] in ("sleep", "loop"):
@@ -66,11 +74,10 @@ if sys.argv[1] == "leave and stop":
     os.kill(os.getpid(), signal.SIGSTOP)
 elif stays:
     time.sleep(1.5)
-    children = Path(f"/proc/self/task/{os.getpid()}/children")
-    first = children.read_text().split()
+    first = children()
     with Watchdog(heartbeat.fd, 0.6, *files):
-        assert len(first) == len(children.read_text().split()) == 1
-    assert not children.read_text()
+        assert len(first) == len(children()) == 1
+    assert not children()
 print("done", flush=True)
 """
 
@@ -90,7 +97,13 @@ def run(tmp_path: Path, what: str) -> tuple[subprocess.CompletedProcess[str], fl
 
 @pytest.mark.parametrize(
     "what",
-    ["stop", "leave and stop", pytest.param("sleep", marks=pytest.mark.slow), "loop"],
+    [
+        "stop",
+        "without a watchdog stop",
+        "leave and stop",
+        pytest.param("sleep", marks=pytest.mark.slow),
+        "loop",
+    ],
 )
 def test_a_process_that_stands_still_is_killed(tmp_path: Path, what: str) -> None:
     done, _ = run(tmp_path, what)

@@ -5,7 +5,7 @@ all others waiting for ever. Its watchdog reads its heartbeat. When that has sto
 long, it saves the rank's Python stack and newest calls, and kills the rank. A rank that waits for
 others is not the one that hangs. The newest calls of a rank that has waited for long are saved too:
 the launcher may end all ranks once one is dead, and ranks that have made different calls wait for
-each other for ever.
+each other for ever. A rank whose watchdog has been killed or stopped starts another one.
 
 This file is also run as a script, without site packages and without importing `lockstep`.
 """
@@ -36,6 +36,8 @@ _QUIET_S = 0.05
 """A stack that has not grown for this long is complete: nothing else marks its end."""
 _PATIENCE = 0.5
 """Part of the timeout after which the calls of a waiting rank are written to a file."""
+_LIFE_S = 0.1
+"""A watchdog is replaced this long after it was started, at the earliest: it may fail each time."""
 _FACTOR = 10
 """A rank may pause this many times as long as its longest pause so far."""
 _WAITS = ("", "in one call: another rank, or its host, does not answer", "for the disk of its run")
@@ -76,6 +78,8 @@ class Watchdog:
         self._name = name
         self._stays = stays
         self._child: subprocess.Popen[bytes] | None = None
+        self._changing = threading.Lock()
+        self._is_ending = threading.Event()
         self._stack_fd = -1
 
     def __enter__(self) -> Watchdog:
@@ -83,21 +87,39 @@ class Watchdog:
             return self
         with contextlib.suppress(OSError):
             self._report.unlink(missing_ok=True)
-            self._waiting.unlink(missing_ok=True)
         if Watchdog._staying is not None:
             Watchdog._staying._end()
         self._stack_fd = os.memfd_create("lockstep-stack")
         faulthandler.register(STACK_SIGNAL, file=self._stack_fd, all_threads=True)
+        self._child = self._started()
+        self._keeper = threading.Thread(target=self._keep, args=[self._child], daemon=True)
+        self._keeper.start()
+        return self
+
+    def _started(self) -> subprocess.Popen[bytes]:
         descriptors = (self._heartbeat_fd, self._stack_fd, self._calls_fd)
         paths = (self._report, self._calls, self._waiting)
         arguments = [os.getpid(), *descriptors, self._timeout_s, *paths, self._name]
-        self._child = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, *map(str, arguments)],
             pass_fds=[fd for fd in descriptors if fd >= 0],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
         )
-        return self
+
+    def _keep(self, child: subprocess.Popen[bytes]) -> None:
+        """Replace the watchdog whenever it has ended or was stopped by anyone else."""
+        while not self._is_ending.is_set():
+            started = time.monotonic()
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PID, child.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+            self._is_ending.wait(started + _LIFE_S - time.monotonic())
+            with self._changing:
+                child.kill()
+                child.wait()
+                if not self._is_ending.is_set():
+                    with contextlib.suppress(OSError):
+                        self._child = child = self._started()
 
     def __exit__(self, *_: object) -> None:
         if self._child is not None:
@@ -111,8 +133,10 @@ class Watchdog:
 
     def _end(self) -> None:
         assert self._child is not None, "it has begun"
-        self._child.kill()
-        self._child.wait()
+        with self._changing:
+            self._is_ending.set()
+            self._child.kill()
+        self._keeper.join()
         self._child = Watchdog._staying = None
         faulthandler.unregister(STACK_SIGNAL)
         os.close(self._stack_fd)
@@ -145,6 +169,7 @@ def main(
     beats, since, stopped_since = heartbeat[0], time.monotonic(), 0.0
     waiting_beats, waiting_since = heartbeat[0], since
     is_written = is_reported = False
+    _remove(waiting)  # an earlier watchdog's
     while os.getppid() == pid:
         now, waits_for = time.monotonic(), heartbeat[1]
         if heartbeat[0] != beats or waits_for:
