@@ -2,11 +2,14 @@
 
 import itertools
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from tests.conftest import run
+from tests.conftest import environment, run
+
+from lockstep.launching.rank.join import free_port
 
 sys.path.insert(0, str(Path(__file__).parent))
 from matrix import CASES
@@ -66,6 +69,26 @@ def test_same_bits_on_any_number_of_ranks(ranks, folder, alone, launcher, num_ra
     names = list(CASES) if launcher == "mpi" else ["user", "user-sharded", "sliced", "augment"]
     found = train_all(ranks, folder, launcher, num_ranks, *names)
     assert {n: found[n] for n in names} == {n: alone[n] for n in names}
+
+
+@pytest.mark.parametrize("local", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_same_bits_where_each_rank_is_started_by_hand(tmp_path, few, local):
+    """Whether or not ranks know their number on the host, nobody knows how many there are."""
+    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, MATRIX, tmp_path / "matrix", "plain"],
+            env=environment(**there, RANK=rank, **({"LOCAL_RANK": rank} if local else {})),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    (out, error), (_, other_error) = (rank.communicate(timeout=60) for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0], error[-3000:] + other_error[-3000:]
+    result = json.loads(out.splitlines()[-1].removeprefix("RESULT "))
+    assert result["plain"] == few["plain"]
 
 
 def check_all_differ(found):

@@ -308,6 +308,20 @@ def check_can_regroup(transport: Transport, loss: GroupBroken) -> None:
         ) from None
 
 
+def agreed(transport: Transport, ask: Callable[[Transport], T]) -> T:
+    """The result of a collective of all ranks; of those that are left, if some die meanwhile.
+
+    Raises:
+        RankFailure: a rank was lost, and the transport cannot go on with the others.
+    """
+    while True:
+        try:
+            return ask(transport)
+        except GroupBroken as loss:
+            check_can_regroup(transport, loss)
+            transport.regroup()
+
+
 def _error(kind: str, message: str) -> LockstepError:
     """The error of a class, by its name, that all ranks raise."""
     error_class: type[LockstepError] = getattr(errors, kind, LockstepError)

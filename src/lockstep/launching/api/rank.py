@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from lockstep.comm.host import collect_as_usual, skip_last_collection
+from lockstep.comm.shared_memory import are_on_one_host
 from lockstep.comm.transport import GroupBroken, Transport
 from lockstep.config import TrainConfig, override
 from lockstep.config.parsing import flattened
@@ -29,7 +30,7 @@ from lockstep.engine.faults import At, edited, injector
 from lockstep.engine.run.loop import Trainer, exhausted
 from lockstep.engine.run.microbatches import check_enough_left
 from lockstep.engine.run.own_loop import Step
-from lockstep.engine.runtime import Heartbeat, Runtime, check_can_regroup, on_first
+from lockstep.engine.runtime import Heartbeat, Runtime, agreed, check_can_regroup, on_first
 from lockstep.engine.task import Task
 from lockstep.engine.task_config import with_watched_config
 from lockstep.errors import LockstepError, RankFailure, shortened
@@ -156,8 +157,13 @@ def _steps(
     is_driven: bool,
 ) -> Generator[Step, bool | None, tuple[Result, int]]:
     """The run itself, from after the ranks have met to before they part, and its exit code."""
-    directory = _directory(task, session, transport)
-    path = directory.path
+    path = session.run_dir or agreed(
+        transport, lambda t: on_first(t, lambda: str(new_run_dir(task.name)))
+    )
+    directory = RunDirectory(Path(path), session.url)
+    is_one_host = environment.is_one_host
+    if environment.launcher in ("slurm", "torchrun"):  # by hand, a rank may not know who is there
+        is_one_host = agreed(transport, are_on_one_host)
     if session.target is None:
         session = replace(session, target=own_script())
     heartbeat = Heartbeat()
@@ -182,8 +188,8 @@ def _steps(
             )
         )
         stack.callback(hub.close)
-        patience_s = TAKE_OVER_S if environment.is_one_host else _LOST_HOST_S
-        is_apart = not (environment.is_one_host or session.url)
+        patience_s = TAKE_OVER_S if is_one_host else _LOST_HOST_S
+        is_apart = not (is_one_host or session.url)
 
         def claimed(patience_s: float) -> None:
             directory.lock(patience_s, heartbeat.beat)
@@ -244,7 +250,7 @@ def _steps(
             heartbeat=heartbeat,
             backlog=hub,
             cores=cores_of_host(environment),
-            is_one_host=environment.is_one_host,
+            is_one_host=is_one_host,
         )
         if environment.world_size > 1 and config.hang_timeout_s:
             stack.enter_context(
@@ -283,7 +289,8 @@ def _steps(
             return _result(trainer, finished, config, directory), finished.exit_code
         except BaseException as raised:
             error = advised(raised, transport.rank)
-            if directory.path != path and runtime.is_first:  # nothing may be written to the old one
+            # Nothing may be written to the old one.
+            if directory.path != Path(path) and runtime.is_first:
                 hub.close()
                 hub.open()
             runtime.emit(failed(error))
@@ -373,17 +380,6 @@ def _assembled(
             check_can_regroup(transport, loss)
             transport.regroup()
             patience_s = TAKE_OVER_S if runtime.is_one_host else _LOST_HOST_S
-
-
-def _directory(task: Task, session: Session, transport: Transport) -> RunDirectory:
-    """The run directory, the same on all ranks."""
-    while True:
-        try:
-            path = session.run_dir or on_first(transport, lambda: str(new_run_dir(task.name)))
-            return RunDirectory(Path(path), session.url)
-        except GroupBroken as loss:
-            check_can_regroup(transport, loss)
-            transport.regroup()
 
 
 def claim(
