@@ -42,10 +42,12 @@ with Watchdog(heartbeat.fd, 0.6, *files, stays=stays):
         time.sleep(0.05)
     if sys.argv[1] != "unarmed":
         heartbeat.arm()
-    for name in ("SIGKILL", "SIGSTOP") if "without" in sys.argv[1] else ():
+    for name in ("SIGINT", "SIGTERM", "SIGKILL", "SIGSTOP") if "without" in sys.argv[1] else ():
+        heartbeat.beat()
         [child] = children()
         os.kill(int(child), getattr(signal, name))
         time.sleep(0.4)
+        assert (children() == [child]) == (name in ("SIGINT", "SIGTERM")), name
     if sys.argv[1] in ("stop", "without a watchdog stop"):
         os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(1)

@@ -38,6 +38,10 @@ _PATIENCE = 0.5
 """Part of the timeout after which the calls of a waiting rank are written to a file."""
 _LIFE_S = 0.1
 """A watchdog is replaced this long after it was started, at the earliest: it may fail each time."""
+_STOPS = {
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
+}  # fmt: skip
+"""Signals to the rank's process group that ask the rank to stop: its watchdog stays meanwhile."""
 _FACTOR = 10
 """A rank may pause this many times as long as its longest pause so far."""
 _WAITS = ("", "in one call: another rank, or its host, does not answer", "for the disk of its run")
@@ -100,12 +104,16 @@ class Watchdog:
         descriptors = (self._heartbeat_fd, self._stack_fd, self._calls_fd)
         paths = (self._report, self._calls, self._waiting)
         arguments = [os.getpid(), *descriptors, self._timeout_s, *paths, self._name]
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, *map(str, arguments)],
-            pass_fds=[fd for fd in descriptors if fd >= 0],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-        )
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)  # which a child inherits
+        try:
+            return subprocess.Popen(
+                [sys.executable, "-I", "-S", __file__, *map(str, arguments)],
+                pass_fds=[fd for fd in descriptors if fd >= 0],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _keep(self, child: subprocess.Popen[bytes]) -> None:
         """Replace the watchdog whenever it has ended or was stopped by anyone else."""
