@@ -11,7 +11,6 @@ from torch import nn
 from lockstep.config import TrainConfig
 from lockstep.data.loader import BatchSource
 from lockstep.data.sampler import BatchLayout
-from lockstep.engine.audit.lasting_values import Constants
 from lockstep.engine.audit.pass_state import ForeseenSaves, PassState
 from lockstep.engine.audit.reachable import optimizers_in
 from lockstep.engine.audit.saved_state import kept_by
@@ -23,7 +22,7 @@ from lockstep.engine.hook import Hook, checked_hooks
 from lockstep.engine.optimizer.learning_rates import first_change, values_of
 from lockstep.engine.optimizer.schedulers import build_schedulers
 from lockstep.engine.passes.batch_loss import check_batch_loss_fits
-from lockstep.engine.passes.buffers import ForwardState
+from lockstep.engine.passes.buffers import Constants, ForwardState
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.passes.graphs import check_graphs_fit
 from lockstep.engine.passes.stages import stages_of

@@ -11,12 +11,12 @@ from torch import Tensor, nn, optim
 from lockstep.config import TrainConfig
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.engine.assembly import Parts
-from lockstep.engine.audit.lasting_values import Constants
 from lockstep.engine.audit.pass_state import is_check_due
 from lockstep.engine.audit.reachable import optimizers_in
 from lockstep.engine.audit.saved_state import SavedState
 from lockstep.engine.hook import MAY_CHANGE, Hook, Run
 from lockstep.engine.log import Logbook
+from lockstep.engine.passes.buffers import Constants
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Raised, Runtime, everywhere, shared_texts
 from lockstep.engine.step.sums import StepResult

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.engine.audit.lasting_values import check_aliases
+from lockstep.engine.audit.hints import check_aliases
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import TaskError
 

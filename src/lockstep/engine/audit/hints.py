@@ -16,7 +16,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.data.loader import BatchSource
-from lockstep.engine.audit.reachable import codes
+from lockstep.engine.audit.hidden_state import Walk, has_memory, module_globals
+from lockstep.engine.audit.reachable import codes, modules_around
 from lockstep.engine.evaluation.evaluation import eval_mode
 from lockstep.engine.passes.buffers import KeptBuffers, tensor_places
 from lockstep.engine.passes.compute import Compute
@@ -165,6 +166,59 @@ def shards_explained(model: nn.Module) -> Iterator[None]:
             f"{failure}: {str(error).splitlines()[0]}. It is a tensor whose features are cut into "
             f"shards (num_shards): {kind.remedy}"
         ) from error
+
+
+def check_aliases(task: Task, model: nn.Module) -> None:
+    """Refuse whatever shares memory with a trainable parameter, which is given other memory.
+
+    The same object moves with it, as a tied weight does; a view would keep the initial values.
+
+    Args:
+        task: task, which may keep tensors too.
+        model: model as the task has built it.
+
+    Raises:
+        TaskError: naming both.
+    """
+    homes: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and has_memory(parameter):
+            homes.setdefault(parameter.untyped_storage().data_ptr(), []).append((name, parameter))
+    roots: dict[str, object] = {"task": task, "model": model}
+    roots |= module_globals(type(task), modules_around({type(task)}))
+    others = [*model.named_parameters(), *model.named_buffers(), *Walk(roots).tensors.items()]
+    for path, tensor in others:
+        if not has_memory(tensor) or not tensor.numel():
+            continue
+        for name, trained in homes.get(tensor.untyped_storage().data_ptr(), []):
+            if tensor is not trained and _overlap(tensor, trained):
+                remedy = (
+                    f"let both be one parameter (b.weight = a.weight), or take it from {name} in "
+                    "each forward pass"
+                )
+                if path == f"model.{name.removesuffix('_orig')}":  # as torch's old function does
+                    remedy = (
+                        "use torch.nn.utils.parametrizations.spectral_norm instead of "
+                        "torch.nn.utils.spectral_norm"
+                    )
+                raise TaskError(
+                    f"{path}: shares memory with the parameter {name}, whose memory moves, and "
+                    f"would keep the values of the start; {remedy}"
+                )
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether tensors in the same storage have an element in common."""
+    touched = torch.zeros(a.untyped_storage().nbytes(), dtype=torch.bool)
+    _bytes_of(a, touched).fill_(True)
+    return bool(_bytes_of(b, touched).any())
+
+
+def _bytes_of(tensor: Tensor, memory: Tensor) -> Tensor:
+    """The part of `memory`, which has an element for each byte of a storage, of a tensor."""
+    width = tensor.itemsize
+    strides = [*(stride * width for stride in tensor.stride()), 1]
+    return memory.as_strided([*tensor.shape, width], strides, tensor.storage_offset() * width)
 
 
 def _num_samples(batch: Any) -> int:

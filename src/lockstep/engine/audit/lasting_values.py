@@ -1,205 +1,52 @@
-"""Values that outlive a pass: constants, which no pass may change, and caches, which it may fill.
+"""Values that outlive a pass and are put back for a while, to see whether results depend on them.
 
-A pass would change parameters and constant buffers once for each microbatch of this rank, so the
-result would depend on the number of ranks. Parameters are moved to other memory than a task has
-given them: one flat array, or that of a shard or slice. The same object moves with them, as a tied
-weight does; a view, or another parameter over the same memory, would keep the initial values.
-
-Caches are cleared for a while to see whether they are caches: their content can be computed again,
-and the results are the same. What was stored of an earlier model, of other samples or of a count of
-passes cannot.
+Caches are cleared: their content can be computed again, and the results are the same. What was
+stored of an earlier model, of other samples or of a count of passes cannot. What evaluation batches
+have left anywhere is undone: the steps that follow may not depend on it.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import sys
+import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from operator import attrgetter, is_
-from typing import Any
+from contextvars import ContextVar
+from operator import is_
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import BaseModel
 from torch import Tensor, nn
 
-from lockstep.engine.audit.hidden_state import Walk, has_memory, module_globals
-from lockstep.engine.audit.reachable import is_library, modules_around
-from lockstep.engine.flat_tensors import given_other_memory
-from lockstep.engine.passes.buffers import changed_in_pass, same_bits, tensor_places
-from lockstep.engine.task import Task
-from lockstep.errors import TaskError
+from lockstep.data.attributes import WatchedAttribute
+from lockstep.engine.audit.hidden_state import HOOKS, Walk
+from lockstep.engine.audit.reachable import cached_functions, is_library
+from lockstep.engine.passes.buffers import same_bits
 from lockstep.nn.holding import is_released
 
-_MOST_COPIED = 1 << 20
-"""Elements of one tensor that are compared by value."""
-_VERSION, _IS_TRAINED = attrgetter("_version"), attrgetter("requires_grad")
+_MOST_NOTED = 1 << 20
+"""Greatest size, in bytes, of content that is noted before an evaluation."""
 _MOST_BYTES = 64 << 20
 """Greatest size of all copies together; larger containers are not cleared."""
 _ITEM_BYTES = 64
 """Rough size of an item of a container."""
-
-
-class Constants:
-    """Notices changes by the version counters of tensors, which cost next to nothing to read.
-
-    Changes through `tensor.data` and those of batch norm's kernels are not counted there. So values
-    are compared too, in steps whose number is a power of two: often while a run is young.
-    """
-
-    def __init__(self, model: nn.Module, changing: Collection[str]) -> None:
-        """Watch all parameters, and all buffers but those named in `changing`."""
-        self._model = model
-        self._changing = changing
-        self.watch_again()
-
-    def watch_again(self) -> None:
-        """Watch the model's present tensors, some of which have been moved to other memory."""
-        model = self._model
-        self._ids = _ids(model)
-        self._places = [p for p in tensor_places(model) if p.name not in self._changing]
-        self._tensors = [place.tensor for place in self._places]
-        self._homes = [place.held_in for place in self._places], [p.key for p in self._places]
-        self._trained = [tensor.requires_grad for tensor in self._tensors]
-        self._pointers = [tensor.data_ptr() for tensor in self._tensors]
-        self._copies: list[Tensor] = []
-        self.mark()
-
-    def mark(self, step: int = -1) -> None:
-        """Take the present state as the expected one, before the passes of a step."""
-        self._versions = [*map(_VERSION, self._tensors)]
-        by_value = step >= 0 and step & (step - 1) == 0
-        # In the host's memory: a device has none to spare for them.
-        places = self._places if by_value else []
-        self._copies = [_part(p.tensor).to("cpu", copy=True) for p in places]
-
-    def check(self, when: str, changed: Callable[[str], str] = changed_in_pass) -> None:
-        """Make sure that nothing has changed since `mark`.
-
-        Args:
-            when: phrase that begins the message, such as `step 3`.
-            changed: makes the message for a tensor, by its name, that has changed.
-
-        Raises:
-            TaskError: naming the first tensor that has.
-        """
-        tensors = self._tensors
-        # In each step, so without generators and lambdas, which take longer than the comparisons.
-        if (
-            [*map(_VERSION, tensors)] != self._versions
-            or [*map(_IS_TRAINED, tensors)] != self._trained
-            or [*map(Tensor.data_ptr, tensors)] != self._pointers
-            or not all(map(is_, tensors, map(dict.get, *self._homes)))
-        ):
-            self._find_changed(when, changed)
-        if self._copies:
-            self.check_identity(when)
-        for place, copy in zip(self._places, self._copies, strict=False):
-            if not same_bits(_part(place.tensor), copy.to(place.tensor.device)):
-                raise TaskError(f"{when}: {changed(place.name)}")
-
-    def check_identity(self, when: str) -> None:
-        """Make sure that the model's tensors are those that it had when it was built.
-
-        Raises:
-            TaskError: naming the first that is another.
-        """
-        if (ids := _ids(self._model)) != self._ids:
-            names = [n for n in {**self._ids, **ids} if self._ids.get(n) != ids.get(n)]
-            raise TaskError(
-                f"{when}: {names[0]} is another tensor than when the model was built, which nobody "
-                "trains or saves; change the model's modules in build_model only"
-            )
-
-    def _find_changed(self, when: str, changed: Callable[[str], str]) -> None:
-        """Raise the error of the first tensor that has changed; released ones may have moved."""
-        for index, (name, tensor, held_in, key) in enumerate(self._places):
-            if tensor._version != self._versions[index]:
-                raise TaskError(f"{when}: {changed(name)}")
-            if held_in.get(key) is not tensor:
-                raise TaskError(
-                    f"{when}: {name} was replaced by another tensor, which nobody trains or saves; "
-                    "change it in place, in Task.after_step(model, step)"
-                )
-            if tensor.requires_grad != self._trained[index]:
-                raise TaskError(
-                    f"{when}: {name}.requires_grad was changed; what is trained is fixed when the "
-                    "model is built. To train a part for some steps only, multiply its loss by 0 "
-                    "in the others, and do not decay its weights"
-                )
-            if (
-                tensor.data_ptr() != self._pointers[index]
-                and self._trained[index]
-                and not is_released(tensor)  # else its block's storage checks it
-            ):
-                raise TaskError(f"{when}: {given_other_memory(name)}")
-
-
-def _ids(model: nn.Module) -> dict[str, int]:
-    return {place.name: id(place.tensor) for place in tensor_places(model)}
-
-
-def _part(tensor: Tensor) -> Tensor:
-    # A released tensor has a shape without memory: to flatten it would allocate all of it.
-    if not tensor.numel() or is_released(tensor):
-        return tensor.new_empty(0)
-    return tensor.detach().reshape(-1)[:_MOST_COPIED]
-
-
-def check_aliases(task: Task, model: nn.Module) -> None:
-    """Refuse whatever shares memory with a trainable parameter.
-
-    Args:
-        task: task, which may keep tensors too.
-        model: model as the task has built it.
-
-    Raises:
-        TaskError: naming both.
-    """
-    homes: dict[int, list[tuple[str, Tensor]]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and has_memory(parameter):
-            homes.setdefault(parameter.untyped_storage().data_ptr(), []).append((name, parameter))
-    roots: dict[str, object] = {"task": task, "model": model}
-    roots |= module_globals(type(task), modules_around({type(task)}))
-    others = [*model.named_parameters(), *model.named_buffers(), *Walk(roots).tensors.items()]
-    for path, tensor in others:
-        if not has_memory(tensor) or not tensor.numel():
-            continue
-        for name, trained in homes.get(tensor.untyped_storage().data_ptr(), []):
-            if tensor is not trained and _overlap(tensor, trained):
-                remedy = (
-                    f"let both be one parameter (b.weight = a.weight), or take it from {name} in "
-                    "each forward pass"
-                )
-                if path == f"model.{name.removesuffix('_orig')}":  # as torch's old function does
-                    remedy = (
-                        "use torch.nn.utils.parametrizations.spectral_norm instead of "
-                        "torch.nn.utils.spectral_norm"
-                    )
-                raise TaskError(
-                    f"{path}: shares memory with the parameter {name}, whose memory moves, and "
-                    f"would keep the values of the start; {remedy}"
-                )
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether tensors in the same storage have an element in common."""
-    touched = torch.zeros(a.untyped_storage().nbytes(), dtype=torch.bool)
-    _bytes_of(a, touched).fill_(True)
-    return bool(_bytes_of(b, touched).any())
-
-
-def _bytes_of(tensor: Tensor, memory: Tensor) -> Tensor:
-    """The part of `memory`, which has an element for each byte of a storage, of a tensor."""
-    width = tensor.itemsize
-    strides = [*(stride * width for stride in tensor.stride()), 1]
-    return memory.as_strided([*tensor.shape, width], strides, tensor.storage_offset() * width)
+_IN_ONE = (list, deque, set, bytearray, Tensor, np.ndarray)
+"""Types whose content is put back in one piece."""
+_ALL, _ABSENT = object(), object()
+"""The key of such a content; and what stands for a value that is not there."""
 
 
 class Caches:
-    """Containers that passes have changed, and cached functions."""
+    """Containers that passes have changed, and cached functions.
+
+    Attributes:
+        leftovers: what evaluation batches have changed.
+    """
 
     def __init__(self, kinds: Iterable[type], more: Iterable[str] = ()) -> None:
         """Find the cached functions of some classes and of their modules.
@@ -212,6 +59,7 @@ class Caches:
         self._num_bytes = 0
         self._now: list[tuple[Any, Any]] = []
         self._functions = list(cached_functions(kinds, more))
+        self.leftovers = Leftovers()
 
     @property
     def paths(self) -> list[str]:
@@ -238,9 +86,11 @@ class Caches:
         for owner, name, function in self._functions if with_functions else ():
             again = functools.lru_cache(**function.cache_parameters())(function.__wrapped__)
             _set(owner, name, again)
+        self.leftovers.put_back()
 
     def recall(self) -> None:
         """Undo `forget`."""
+        self.leftovers.restore()
         for value, content in self._now:
             _put(value, content)
         self._now = []
@@ -248,20 +98,115 @@ class Caches:
             _set(owner, name, function)
 
 
-def cached_functions(
-    kinds: Iterable[type], more: Iterable[str] = ()
-) -> Iterable[tuple[Any, str, Any]]:
-    """Functions of `functools.lru_cache` with what they are attributes of, and their names."""
-    own = {base for kind in kinds for base in kind.__mro__}
-    names = {*(base.__module__ for base in own), *more}
-    modules = [sys.modules[name] for name in sorted(names) if name in sys.modules]
-    owners: list[Any] = [*sorted(own, key=lambda kind: kind.__qualname__), *modules]
-    for owner in owners:
-        if is_library(getattr(owner, "__module__", owner.__name__)):
-            continue
-        for name, value in list(vars(owner).items()):
-            if isinstance(value, functools._lru_cache_wrapper):
-                yield owner, name, value
+class _Holders(Walk):
+    """What can hold values that are replaced: containers, classes, and objects with attributes.
+
+    Attributes:
+        found: each with its path, and with what is before a key in paths: `.` or `[`.
+    """
+
+    def __init__(self, roots: Mapping[str, object], without: Iterable[object]) -> None:
+        self.found: list[tuple[str, str, Any]] = []
+        super().__init__(roots, without)
+
+    def _visit(self, path: str, value: object) -> Iterable[tuple[str, object]]:
+        kinds = [k for k in type(value).__mro__ if id(k) not in self._seen]
+        num_seen = len(self._seen)
+        parts = super()._visit(path, value)
+        if len(self._seen) > num_seen:
+            self.found.append((path, "[" if isinstance(value, dict) else ".", value))
+            # An object's class has what the object seems to have.
+            self.found += [(path, ".", kind) for kind in kinds if not is_library(kind.__module__)]
+        if isinstance(value, nn.Module):
+            self.found += [(path, ".", value._modules), (path, ".", value._buffers)]
+            self.found += [(f"{path}.{name}", "[", vars(value)[name]) for name in HOOKS]
+        return parts
+
+
+class _Change(NamedTuple):
+    """A value that was replaced."""
+
+    path: str
+    holder: Any
+    key: Any
+    before: Any
+    left: Any
+
+
+class Leftovers:
+    """What evaluation batches have changed, and whether it can be put back for a while."""
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[str, str, Any, dict[Any, Any]]] = []
+        self._changes: dict[tuple[int, Any], _Change] = {}
+        self._put_back: list[tuple[Any, Any, Any]] = []
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of what has been changed."""
+        return [change.path for change in self._changes.values()]
+
+    def forget(self) -> None:
+        """Put nothing back that has been changed so far."""
+        self._changes = {}
+
+    def note(self, roots: Mapping[str, object], without: Iterable[object]) -> None:
+        """Note the values before an evaluation.
+
+        Args:
+            roots: objects by name; modules have their variables among them.
+            without: objects that are left out.
+        """
+        found = _Holders(roots, without).found
+        names = {path.rpartition(".")[0] for path in roots}
+        found += [(name, ".", sys.modules[name]) for name in names if name in sys.modules]
+        self._noted, num_bytes = [], 0
+        for path, mark, holder in [*found, ("os.environ", "[", os.environ)]:
+            size = _size(holder) if _is_in_one(holder) else 0
+            if size <= _MOST_NOTED and num_bytes + size <= _MOST_BYTES:
+                num_bytes += size
+                self._noted.append((path, mark, holder, _entries(holder)))
+
+    def collect(self, is_left_out: Callable[[str], bool]) -> bool:
+        """Keep what an evaluation has changed since `note`; returns whether there is any of it.
+
+        Args:
+            is_left_out: whether no result depends on a path.
+        """
+        noted, self._noted = self._noted, []
+        num_found = 0
+        for path, mark, holder, before in noted:
+            now = _entries(holder)
+            for key in {**before, **now}:
+                old, new = before.get(key, _ABSENT), now.get(key, _ABSENT)
+                at = path
+                if key is not _ALL:
+                    at += f".{key}" if mark == "." else f"[{key!r}]"
+                if not _is_same(old, new) and not is_left_out(at):
+                    num_found += 1
+                    first = self._changes.get((id(holder), key))
+                    old = first.before if first is not None else old
+                    self._changes[id(holder), key] = _Change(at, holder, key, old, new)
+        return num_found > 0
+
+    def put_back(self) -> None:
+        """Give back the values from before, where nothing else has been put there since."""
+        for _, holder, key, before, left in self._changes.values():
+            entries = holder if isinstance(holder, dict) else _entries(holder)
+            now = entries.get(key, _ABSENT)
+            if not _is_same(now, left):
+                continue
+            if isinstance(before, nn.Module):
+                before.train()  # it has missed the end of the evaluation
+            with suppress(Exception):  # of a class that refuses, or an array that cannot be written
+                _put_entry(holder, key, before)
+                self._put_back.append((holder, key, now))
+
+    def restore(self) -> None:
+        """Undo `put_back`."""
+        for holder, key, value in self._put_back:
+            _put_entry(holder, key, value)
+        self._put_back = []
 
 
 def _set(owner: Any, name: str, value: object) -> None:
@@ -270,6 +215,72 @@ def _set(owner: Any, name: str, value: object) -> None:
             type.__setattr__(owner, name, value)
         else:
             setattr(owner, name, value)
+
+
+def _is_in_one(holder: object) -> bool:
+    """Whether the content of a holder is put back in one piece."""
+    return isinstance(holder, _IN_ONE) and not (
+        isinstance(holder, nn.Parameter) or (isinstance(holder, Tensor) and is_released(holder))
+    )
+
+
+def _entries(holder: Any) -> dict[Any, Any]:
+    """What a holder has, by key or by the name of an attribute; copied where it is in one piece."""
+    if isinstance(holder, dict) or holder is os.environ:
+        return dict(holder)
+    if _is_in_one(holder):
+        return {_ALL: _content(holder)}
+    if isinstance(holder, ContextVar):
+        with suppress(LookupError):
+            return {_ALL: holder.get()}
+    kind = holder if isinstance(holder, type) else type(holder)
+    if kind.__module__.startswith("lockstep.") and not isinstance(holder, BaseModel):
+        return {}  # the engine's, not a user's
+    return {
+        name: value
+        for name, value in _attributes(holder).items()
+        if not (name.startswith("__") or name == "training" or isinstance(value, WatchedAttribute))
+        # These are looked after by the guard of attributes.
+        and not any(isinstance(vars(k).get(name), WatchedAttribute) for k in kind.__mro__)
+    }
+
+
+def _attributes(holder: object) -> dict[str, Any]:
+    if isinstance(holder, threading.local):
+        return holder.__dict__  # of this thread
+    own: dict[str, Any] = {}
+    with suppress(AttributeError):  # without `__getattr__`, and without noting that it was read
+        own = object.__getattribute__(holder, "__dict__")
+    return own
+
+
+def _put_entry(holder: Any, key: Any, value: Any) -> None:
+    if isinstance(holder, ContextVar):
+        holder.set(None if value is _ABSENT else value)
+    elif key is _ALL:
+        _put(holder, value)
+    elif isinstance(holder, type):
+        if value is _ABSENT:
+            type.__delattr__(holder, key)
+        else:
+            type.__setattr__(holder, key, value)
+    else:
+        there = holder if isinstance(holder, (dict, os._Environ)) else _attributes(holder)
+        if value is _ABSENT:
+            there.pop(key, None)
+        else:
+            there[key] = value
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether two entries are the same object, or copies that are equal."""
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(is_, a, b))
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a is b or (a.shape == b.shape and same_bits(a, b))
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return a is b or (a.shape == b.shape and a.tobytes() == b.tobytes())
+    return a is b or (isinstance(a, str) and a == b)
 
 
 def _size(value: Any) -> int:

@@ -13,8 +13,10 @@ import hashlib
 import math
 import os
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,10 +31,20 @@ from lockstep.engine.audit.hidden_state import HOOKS, KEYS, Walk, hidden_state, 
 from lockstep.engine.audit.lasting_values import Caches
 from lockstep.engine.audit.reachable import MOST_BYTES, modules_around
 from lockstep.engine.snapshot.task_state import TaskState
-from lockstep.engine.task_config import is_scratch, outside, scratch_paths
+from lockstep.engine.task_config import is_scratch, length_reads, outside, scratch_paths
 from lockstep.errors import TaskError, shared
 
-_SETTINGS = ("torch.get_default_dtype()", "torch.get_num_threads()", "torch.is_grad_enabled()")
+SETTINGS: Mapping[str, Callable[[], object]] = MappingProxyType(
+    {
+        "torch.get_default_dtype()": torch.get_default_dtype,
+        "torch.get_num_threads()": torch.get_num_threads,
+        "torch.is_grad_enabled()": torch.is_grad_enabled,
+        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision,
+        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled,
+        "torch.is_autocast_enabled('cpu')": partial(torch.is_autocast_enabled, "cpu"),
+    }
+)
+"""Settings of torch that may not be changed for later passes."""
 _MOST_NAMED = 3
 _MOST_TRUSTED = 8
 """Values of one attribute that are checked, before it has to be named in `scratch`."""
@@ -84,6 +96,7 @@ class PassState:
         caches: those of them that can be cleared for a while.
         tries: steps, near the one of the last `is_due`, that are repeated if there is time.
         quiet: those near it that are neither repeated nor looked at.
+        is_repetition_due: whether the next step is repeated, whatever is planned.
         optimizers: state and groups of optimizers, of which ranks may have parts. A task that
             refers to its optimizer reaches them.
     """
@@ -127,6 +140,7 @@ class PassState:
         self._is_free = True  # looks in few steps do not count
         self._block, self._looks = range(0), {-1}
         self.tries, self.quiet = {-1}, set[int]()
+        self.is_repetition_due = False
 
     def open(self) -> None:
         """Begin to watch."""
@@ -140,7 +154,7 @@ class PassState:
             f"model.{name}.training" if name else "model.training": module.training
             for name, module in self._modules.items()
         }
-        return modes | dict(zip(_SETTINGS, settings(), strict=True))
+        return modes | {name: read() for name, read in SETTINGS.items()}
 
     def changed_modes(self, before: Mapping[str, object]) -> list[str]:
         """Paths of the modes that have changed, unless they are known to change."""
@@ -224,6 +238,17 @@ class PassState:
         self._spent += 0.0 if self._is_free else self._look_s
         return texts
 
+    def note_values(self) -> None:
+        """Before an evaluation, note what it may change."""
+        engines = *self.optimizers, length_reads(self._task.config)
+        self.caches.leftovers.note(self._all_roots(), [*self._streams, *engines])
+
+    def collect_leftovers(self) -> None:
+        """After it, have the next step done again without what it has changed, if it has."""
+        if self.caches.leftovers.collect(self.is_scratch):
+            self.is_repetition_due = True
+            self._block, self.quiet = range(0), set()  # plan again
+
     def _all_roots(self, with_imported: bool = True) -> dict[str, object]:
         there = {"model": self._model, **self._roots}
         for kind in self._kinds:
@@ -304,8 +329,11 @@ class PassState:
 
 
 def settings() -> tuple[object, ...]:
-    """Settings of torch on which passes depend."""
-    return torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()
+    """The settings that are read in each step."""
+    return (
+        torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled(),
+        torch.get_float32_matmul_precision(),
+    )  # fmt: skip
 
 
 def _is_always_repeated(step: int) -> bool:

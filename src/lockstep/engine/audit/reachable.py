@@ -301,6 +301,22 @@ def _folder(module: object) -> str | None:
     return file.rpartition(os.sep)[0] if isinstance(file, str) else None
 
 
+def cached_functions(
+    kinds: Iterable[type], more: Iterable[str] = ()
+) -> Iterable[tuple[Any, str, Any]]:
+    """Functions of `functools.lru_cache` with what they are attributes of, and their names."""
+    own = {base for kind in kinds for base in kind.__mro__}
+    names = {*(base.__module__ for base in own), *more}
+    modules = [sys.modules[name] for name in sorted(names) if name in sys.modules]
+    owners: list[Any] = [*sorted(own, key=lambda kind: kind.__qualname__), *modules]
+    for owner in owners:
+        if is_library(getattr(owner, "__module__", owner.__name__)):
+            continue
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, functools._lru_cache_wrapper):
+                yield owner, name, value
+
+
 def is_library(module: object) -> bool:
     """Whether a module is one whose classes and functions keep no state of a run."""
     return str(module).partition(".")[0] in _LIBRARIES

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from lockstep.comm.transport import Transport
 from lockstep.data.attributes import PassAttribute
 from lockstep.engine.audit.hidden_state import differing
-from lockstep.engine.audit.pass_state import PassState, named, remedy, settings
+from lockstep.engine.audit.pass_state import SETTINGS, PassState, named, remedy, settings
 from lockstep.engine.digests import checksum
 from lockstep.engine.runtime import Runtime, everywhere
 from lockstep.engine.step.sums import Headers
@@ -125,8 +125,14 @@ class Repetition:
         """Refuse values that were changed again when the same passes were repeated.
 
         Raises:
-            TaskError: naming them.
+            TaskError: naming them, or a setting of torch that has been changed.
         """
+        if changed := [path for path in self._changed if path in SETTINGS]:
+            raise TaskError(
+                f"{named(changed)}: is changed by microbatches or evaluation batches, and belongs "
+                "to the whole process; set it in the task's __init__, or put the old value back "
+                "before loss and evaluate return"
+            )
         if self._after is None:
             return
         now = self._visible_state()
@@ -166,10 +172,11 @@ def depends_on(where: str, suspects: Collection[str], cleared: Collection[str] =
     """
     first = next(iter(suspects), "")
     if not first:
-        caches = f"what earlier microbatches have left in {named(cleared)}, or "
+        caches = f"what earlier microbatches have left in {named(cleared)}, for "
         return TaskError(
-            f"{where}: gave another result when it was repeated, though these passes have changed "
-            f"nothing else that can be reached from the task; look for {caches if cleared else ''}"
+            f"{where}: gave another result when it was repeated, and no change was seen that "
+            f"explains it; look for {caches if cleared else ''}what loss, a dataset or a hook on "
+            "tensors changes now and then (an item of a dict or list, a global variable), and for "
             "state that is elsewhere (in a module of another folder, a file, an environment "
             "variable, a thread, a setting or a random generator of a library). Let the loss "
             "depend on its batch, the model and what Task.after_step has set"
@@ -186,10 +193,11 @@ class StepRepeated(Exception):
 
 
 class _Outcome(NamedTuple):
-    """What a step's passes have come to: sums of losses and metrics, checksums of the gradient."""
+    """What a step's passes have come to: sums of losses and metrics, and checksums."""
 
     scalars: list[float]
     gradients: list[int]
+    buffers: list[int]
 
 
 class StepAudit:
@@ -216,6 +224,7 @@ class StepAudit:
         self._step = -1
         self._first: _Outcome | None = None
         self._suspects: list[str] = []
+        self._left: list[list[str]] = []
         self._is_given_up = self._is_due = self._is_quiet = self.is_suspicious = False
         self._began = self._spent = self._repetition_s = 0.0
         self._worked, self._counted = 0.0, 0
@@ -242,7 +251,9 @@ class StepAudit:
             return
         self._passes.end()
         if not self._passes.is_second and not self._is_given_up:
-            is_sampled = self._step in self._state.tries and self._is_affordable()
+            is_sampled = self._state.is_repetition_due or (
+                self._step in self._state.tries and self._is_affordable()
+            )
             self.is_suspicious = is_sampled or self._passes.has_suspects
             self._is_quiet = not (self.is_suspicious or self._is_due)
 
@@ -287,6 +298,8 @@ class StepAudit:
         if not all(path.startswith("dataset(") for path in self._suspects):
             raise shared(depends_on(f"step {self._step}", self._suspects))
         self._passes.trust()
+        self._state.caches.leftovers.forget()
+        self._state.is_repetition_due = False
         self._first, self._is_given_up = None, True
         raise StepRepeated
 
@@ -305,16 +318,21 @@ class StepAudit:
         if self._passes.is_second:
             self._compare(_outcome(scalars, workspace))
         elif headers.is_suspicious:
-            self._suspects = self._passes.suspects_of_all(self._runtime.transport)
+            transport = self._runtime.transport
+            self._suspects = self._passes.suspects_of_all(transport)
+            self._left = transport.gather_json(self._state.caches.leftovers.paths[:_MOST_SENT])
             self._first = _outcome(scalars, workspace)
             self._passes.is_second, self._is_quiet = True, False
             self._began = perf_counter()
             raise StepRepeated
 
     def _compare(self, second: _Outcome) -> None:
+        self._state.is_repetition_due = False
+
         def check() -> None:
             if repr(second) != repr(self._first):
-                suspects = self._suspects or self._passes.changed
+                left = [*dict.fromkeys(path for theirs in self._left for path in theirs)]
+                suspects = self._suspects or left or self._passes.changed
                 raise depends_on(f"step {self._step}", suspects, self._state.caches.paths)
             self._passes.check_unchanged()
             self._passes.trust()
@@ -330,4 +348,4 @@ class StepAudit:
 def _outcome(scalars: list[float], workspace: Workspace) -> _Outcome:
     # Slices of this rank: of the others' it may have no sum.
     gradients = [checksum(own[0].gradient) for own in workspace.stepped if own]
-    return _Outcome(list(scalars), gradients)
+    return _Outcome(list(scalars), gradients, [*map(checksum, workspace.own_buffer_sums())])

@@ -17,9 +17,8 @@ from lockstep.engine.audit.hidden_state import (
     module_globals,
     own_attributes,
 )
-from lockstep.engine.audit.lasting_values import cached_functions
 from lockstep.engine.audit.pass_state import is_check_due
-from lockstep.engine.audit.reachable import is_library
+from lockstep.engine.audit.reachable import cached_functions, is_library
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.task_config import is_scratch, rebuilt
 from lockstep.errors import TaskError

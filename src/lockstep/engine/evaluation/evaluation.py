@@ -16,7 +16,6 @@ from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.config import TrainConfig
 from lockstep.data.attributes import AttributeGuard
 from lockstep.data.random import data_digest
-from lockstep.engine.audit.lasting_values import Constants
 from lockstep.engine.audit.pass_state import PassState, is_check_due
 from lockstep.engine.audit.repetition import Repetition, depends_on
 from lockstep.engine.evaluation.batches import (
@@ -26,7 +25,7 @@ from lockstep.engine.evaluation.batches import (
     evaluation_batches,
 )
 from lockstep.engine.evaluation.metrics import Leaf, StatefulMetrics, plain, tried
-from lockstep.engine.passes.buffers import KeptBuffers
+from lockstep.engine.passes.buffers import Constants, KeptBuffers
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.placement import Placement
 from lockstep.engine.runtime import everywhere, on_its_own
@@ -263,10 +262,26 @@ class EvaluationAudit:
         """
         count = self._counts[split] = self._counts.get(split, 0) + 1
         batches = Repetition(self._state)
-        scores = self._once(batches, evaluate, is_check_due(count))
+        is_due = is_check_due(count)
+        if is_due:
+            self._state.note_values()
+        scores = self._once(batches, evaluate, is_due)
         suspects = batches.suspects_of_all(self._transport)
-        if not suspects:
-            return scores
+        if suspects:
+            self._repeat(split, evaluate, batches, suspects, scores)
+        if is_due:
+            self._state.collect_leftovers()
+        return scores
+
+    def _repeat(
+        self,
+        split: str,
+        evaluate: Callable[[], Scores],
+        batches: Repetition,
+        suspects: Sequence[str],
+        scores: Scores,
+    ) -> None:
+        """Evaluate again, and compare."""
         batches.is_second = True
         again = self._once(batches, evaluate)
 
@@ -277,7 +292,6 @@ class EvaluationAudit:
             batches.trust()
 
         everywhere(self._transport, check)
-        return scores
 
     def _once(
         self, batches: Repetition, evaluate: Callable[[], Scores], is_due: bool = False

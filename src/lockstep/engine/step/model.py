@@ -16,12 +16,12 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from lockstep.config import TrainConfig
 from lockstep.data.random import Stream, random_key, seed_all
-from lockstep.engine.audit.lasting_values import Constants, check_aliases
+from lockstep.engine.audit.hints import check_aliases
 from lockstep.engine.audit.pass_state import ForeseenSaves, PassState
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.optimizer.choice import check_optimizer, default_optimizer, needs_closure
 from lockstep.engine.optimizer.schedulers import Schedulers
-from lockstep.engine.passes.buffers import ForwardState
+from lockstep.engine.passes.buffers import Constants, ForwardState
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.passes.precision import keep_compiler_out
 from lockstep.engine.passes.stages import check_pipeline

@@ -299,6 +299,14 @@ class Workspace:
         if self._placement.are_staged:
             self._placement.world.broadcast(self.reduction.total.scalars, self._placement.scoring)
 
+    def own_buffer_sums(self) -> list[Tensor]:
+        """The sums of buffers that this rank has before they are spread."""
+        totals = self.reduction.total.segments[len(self.slices) :]
+        if isinstance(self.reduction, Rounds):
+            return totals
+        ranges = [of_segment[self._transport.rank] for of_segment in self._buffer_slices]
+        return [t[first:last] for t, (first, last) in zip(totals, ranges, strict=True)]
+
     def spread_buffers(self) -> None:
         """Send every rank the sums of all buffers; a collective if sharded or in stages.
 
