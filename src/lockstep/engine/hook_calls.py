@@ -13,7 +13,8 @@ from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.engine.assembly import Parts
 from lockstep.engine.audit.pass_state import is_check_due
 from lockstep.engine.audit.reachable import optimizers_in
-from lockstep.engine.audit.saved_state import SavedState
+from lockstep.engine.audit.saved_state import SavedState, forgetting
+from lockstep.engine.events import Warned
 from lockstep.engine.hook import MAY_CHANGE, Hook, Run
 from lockstep.engine.log import Logbook
 from lockstep.engine.passes.buffers import Constants
@@ -43,8 +44,8 @@ class Hooks:
     There is no communication at these moments. So an exception is kept until the next collective
     of all ranks. What a hook has done halfway cannot be undone, so the step is not repeated then.
 
-    In the steps for which `is_check_due` is true, and at the ends of such epochs, changes are
-    compared with what a checkpoint would restore.
+    In steps for which `is_check_due` is true, and at the ends of such epochs, changes are compared
+    with what a checkpoint would restore.
 
     Attributes:
         has_failed: whether a hook has raised an exception on some rank; the same on all ranks.
@@ -79,6 +80,7 @@ class Hooks:
         waiting = [i for i in self._running("on_start") if i not in self._started]
         self._started |= {*waiting}
         self._call("on_start", waiting)
+        self._saved.note()
 
     def after_step(self, progress: Progress, result: StepResult) -> str:
         """Call `after_step` of the task and of its hooks.
@@ -184,8 +186,8 @@ class Hooks:
                 raise TaskError(f"{_BODY}: {changed_by_body(changed)}")
         self._runtime.heartbeat.beat()
 
-    def check_saved(self) -> None:
-        """Make sure that what the task and its hooks have changed can be saved; a collective.
+    def check_saved(self, step: int) -> None:
+        """Make sure that what task and hooks have changed can be saved, or warn; a collective.
 
         Raises:
             TaskError: something cannot; on all ranks.
@@ -195,6 +197,9 @@ class Hooks:
             everywhere(self._runtime.transport, rates.check)
         if self._hooks or self._has_after_step:
             everywhere(self._runtime.transport, self._saved.check_again)
+        passes = self._parts.pass_state
+        if paths := everywhere(self._runtime.transport, lambda: self._saved.forgotten(passes)):
+            self._runtime.emit(Warned(step=step, message=forgetting(paths)))
 
     def _taken_stop_reason(self) -> str:
         reason = self._run.taken_stop_reason()

@@ -267,7 +267,7 @@ class PassState:
         if self._is_free or step not in self._looks:
             return self._is_free
         spent = self._look_s if self._saves.is_last(step + 1) else self._spent
-        return spent <= self._affordable()
+        return spent <= self.affordable()
 
     def seconds_to_repeat(self, step: int, spent: float) -> float:
         """How long it may take to repeat and compare the step of the last `is_due`; 0: not due.
@@ -283,7 +283,7 @@ class PassState:
         if _is_always_repeated(step):
             return math.inf
         # Nothing of the run is seen later than its last step.
-        return self._affordable() - (0.0 if self._saves.is_last(step + 1) else spent)
+        return self.affordable() - (0.0 if self._saves.is_last(step + 1) else spent)
 
     def _plan(self, step: int) -> None:
         """Choose which steps of a block are looked at and repeated: cheaper than step by step."""
@@ -298,7 +298,8 @@ class PassState:
         self.tries = tried.union(self._looks, filter(_is_always_repeated, block))
         self.quiet = {s for s in block if s not in self.tries and s + 1 & s}
 
-    def _affordable(self) -> float:
+    def affordable(self) -> float:
+        """Seconds that each kind of check may have taken so far."""
         return max(_LEAST_SECONDS, _MOST_TIME * (perf_counter() - self._began))
 
     def root_of(self, path: str) -> str:

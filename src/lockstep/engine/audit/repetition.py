@@ -129,9 +129,9 @@ class Repetition:
         """
         if changed := [path for path in self._changed if path in SETTINGS]:
             raise TaskError(
-                f"{named(changed)}: is changed by microbatches or evaluation batches, and belongs "
-                "to the whole process; set it in the task's __init__, or put the old value back "
-                "before loss and evaluate return"
+                f"{named(changed)}: was changed during training, and belongs to the whole process: "
+                "neither other ranks nor a resumed run would have it. Set it in the task's "
+                "__init__, or put the old value back before the function returns"
             )
         if self._after is None:
             return

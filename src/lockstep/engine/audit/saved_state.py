@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from time import perf_counter
 from types import FunctionType
 
 from torch import nn, optim
@@ -17,10 +18,10 @@ from lockstep.engine.audit.hidden_state import (
     module_globals,
     own_attributes,
 )
-from lockstep.engine.audit.pass_state import is_check_due
+from lockstep.engine.audit.pass_state import SETTINGS, PassState, is_check_due, named
 from lockstep.engine.audit.reachable import cached_functions, is_library
 from lockstep.engine.snapshot.task_state import TaskState
-from lockstep.engine.task_config import is_scratch, rebuilt
+from lockstep.engine.task_config import is_scratch, outside, rebuilt
 from lockstep.errors import TaskError
 
 _SHARED = "shared: "
@@ -44,6 +45,9 @@ class SavedState:
         self._loader = loader
         self._own: dict[str, str] = {}
         self._num_checks = 0
+        self._last: dict[str, str] = {}
+        self._seen: set[str] = set()
+        self._num_looks, self._spent = 0, 0.0
         roots = {"task": state.task, "model": model} | _saved_hooks(state)
         bases = [b for o in Walk(roots).objects.values() for b in type(o).__mro__]
         self._kinds = [k for k in dict.fromkeys(bases) if not is_library(k.__module__)]
@@ -148,6 +152,39 @@ class SavedState:
             if back is not None and back.get(path) != now.get(path):
                 raise self._not_restored(path, caller)
 
+    def note(self) -> None:
+        """Take the present state as that which a resumed run would begin with."""
+        self._last = self._present()
+
+    def forgotten(self, passes: PassState) -> list[str]:
+        """Paths of what has changed since it was noted, and would not come back; each once.
+
+        Whatever has changed it: code that runs in rare steps is seen by no other check. Where
+        checkpoints are so frequent that looks would take too long, not each has one.
+
+        Args:
+            passes: knows what passes change, on which no result depends.
+        """
+        self._num_looks += 1
+        if self._spent > passes.affordable() and not is_check_due(self._num_looks):
+            return []
+        began = perf_counter()
+        before, self._last = self._last, self._present()
+        self._spent += perf_counter() - began
+        now = outside(self._last, (*passes.free, *passes.guard.paths, *self._seen))
+        changed = [p for p in differing(before, self._last) if p in now and not self._is_scratch(p)]
+        self._seen.update(changed)
+        back = self._restored() if any(p.startswith(("task", "hooks")) for p in changed) else {}
+        if back is None:
+            changed, back = [p for p in changed if p.startswith(("model", "torch"))], {}
+        self._own |= {p: "training" for p in changed if back.get(p) == now[p]}
+        return [path for path in changed if back.get(path) != now[path]]
+
+    def _present(self) -> dict[str, str]:
+        settings = {name: repr(read()) for name, read in SETTINGS.items()}
+        own = {p: text for p, text in self.state().items() if not p.startswith("dataset")}
+        return own | settings
+
     def _not_restored(self, path: str, caller: str) -> TaskError:
         kind = type(self._state.task).__name__
         owner = "the hook's " if path.startswith("hooks") else f"{kind}."
@@ -175,6 +212,16 @@ class SavedState:
                 )
         state.restore(tensors, values)
         return hidden_state({"task": fresh} | _saved_hooks(state))
+
+
+def forgetting(paths: Sequence[str]) -> str:
+    """The warning about values that have changed and that no checkpoint holds."""
+    return (
+        f"{named(paths)}: has changed since the run began, and no checkpoint holds it: a resumed "
+        "run would go on without it. Save it by state_dict, or make it a buffer of the model; if "
+        f"no result depends on it, say so: `scratch = ({_attribute(paths[0])!r},)` in the task's "
+        "class"
+    )
 
 
 def _attribute(path: str) -> str:

@@ -225,7 +225,7 @@ class Trainer:
         # interrupted is still due when this runs again.
         improved = 0 < progress.step == progress.best_step
         if state.is_save_due() or improved:
-            self._hooks.check_saved()
+            self._hooks.check_saved(progress.step)
             self._checkpointer.save(progress, improved)
             state.is_save_overdue = False
 

@@ -1,4 +1,7 @@
-"""What batches of an evaluation change once, wherever it is, may not matter to later steps."""
+"""What is changed once, in an evaluation or after a step, wherever it is.
+
+No later step may need what an evaluation has changed, and a resumed run needs all else.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ import lockstep as ls
 from lockstep.errors import TaskError
 from lockstep.launching import api as front
 from lockstep.launching.api import Session
+from lockstep.observe import read_events
 
 SHARED: dict[str, float] = {}
 FACTOR = 1.0
@@ -77,8 +81,11 @@ class Scaled(ls.Task):
         self.step = state["step"]
 
 
-def run(folder: Path, task: ls.Task) -> ls.Result:
-    config = ls.TrainConfig(batch_size=12, num_microbatches=4, steps=12, lr=0.1, eval_every=3)
+def run(folder: Path, task: ls.Task, steps: int = 12) -> ls.Result:
+    config = ls.TrainConfig(
+        batch_size=12, num_microbatches=4, steps=steps, lr=0.1, eval_every=3,
+        checkpoint={"every": 3},
+    )  # fmt: skip
     return front.run(task, config, Session(str(folder), console=False))
 
 
@@ -233,3 +240,81 @@ class Needed(Scaled):
 def test_a_step_that_fails_without_it_is_taken_as_it_was(tmp_path: Path) -> None:
     plain = run(tmp_path / "plain", Scaled())
     assert run(tmp_path / "needed", Needed()).params_sha256 == plain.params_sha256
+
+
+def note_anchor(task: Any, model: Any) -> None:
+    task.anchor = 0.5
+
+
+AFTER_STEP: dict[str, Callable[[Any, Any], Any]] = {
+    "task.anchor": note_anchor,
+    "task.factors['now']": lambda task, model: task.factors.update(now=0.5),
+    "model.2.p": lambda task, model: setattr(model[2], "p", 0.5),
+    "model.0._forward_hooks": lambda task, model: model[0].register_forward_hook(hooked),
+    "torch.get_float32_matmul_precision()": (
+        lambda task, model: torch.set_float32_matmul_precision("high")
+    ),
+}
+
+
+class Anchored(Scaled):
+    """Changes something after a step that nobody looks at."""
+
+    anchor = 1.0
+
+    def once(self, model: nn.Module) -> None:
+        pass
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        super().after_step(model, step)
+        if step == 15:
+            self.once(model)
+
+
+def warnings_of(folder: Path) -> list[str]:
+    rows = read_events(folder / "events.jsonl")
+    return [row["message"] for row in rows if row["event"] == "Warned" and row["step"]]
+
+
+@pytest.mark.parametrize("place", AFTER_STEP)
+def test_what_a_resumed_run_would_lack_is_told_before_a_checkpoint(
+    tmp_path: Path, place: str
+) -> None:
+    class Changing(Anchored):
+        def once(self, model: nn.Module) -> None:
+            AFTER_STEP[place](self, model)
+
+    if place.startswith("torch"):
+        with pytest.raises(TaskError, match=r"precision.*was changed"):
+            run(tmp_path / "run", Changing(), steps=24)
+        torch.set_float32_matmul_precision("highest")
+        return
+    run(tmp_path / "run", Changing(), steps=24)
+    [warning] = warnings_of(tmp_path / "run")  # once, though checkpoints follow
+    assert place.partition("[")[0] in warning
+    assert "no checkpoint holds it" in warning
+
+
+class Restored(Anchored):
+    """Saves what it changes, or need not."""
+
+    scratch = ("task.seen",)
+    seen = 0
+
+    def factor(self) -> float:
+        self.factors[f"of {self.step}"] = 0.5  # a cache
+        return 1.0
+
+    def once(self, model: nn.Module) -> None:
+        self.anchor, self.seen = 0.5, 15
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "anchor": self.anchor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step, self.anchor = state["step"], state["anchor"]
+
+
+def test_what_comes_back_or_need_not_is_no_warning(tmp_path: Path) -> None:
+    run(tmp_path / "run", Restored(), steps=24)
+    assert warnings_of(tmp_path / "run") == []
