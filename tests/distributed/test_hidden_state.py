@@ -48,6 +48,12 @@ def test_what_differs_from_the_start_is_a_warning(train, tmp_path):
     assert one == two
 
 
+def test_what_seems_a_cache_and_is_another_on_each_rank_is_a_warning(train, tmp_path):
+    ended = train("Remembers", 2)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("task.last: differs between ranks") == 1
+
+
 def test_ranks_that_would_step_with_other_options_are_stopped(train):
     refused(train("OwnRate", 2), "'weight_decay' of the optimizer's group 0: is 0.1 on rank 0 but")
 
@@ -67,5 +73,7 @@ def test_caches_of_other_samples_on_each_rank_are_let_be(train, tmp_path):
     assert train("Caches", 1).returncode == 0
     ended = train("Caches", 3)
     assert ended.returncode == 0, ended.stderr
+    assert "task.made" not in ended.stdout
+    assert ended.stdout.count("differs between ranks") == 1  # a variable of the module
     one, three = (result(tmp_path / f"Caches{n}")["params_sha256"] for n in (1, 3))
     assert one == three

@@ -9,7 +9,6 @@ evaluation, is repeated and must give the same result (`Repetition`).
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import random
@@ -17,22 +16,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import nn
 
-from lockstep.comm.transport import Transport
 from lockstep.config import TrainConfig
 from lockstep.data.attributes import AttributeGuard, PassAttribute
 from lockstep.data.passes import is_stream
 from lockstep.data.sampler import BatchLayout
-from lockstep.engine.audit.hidden_state import HOOKS, KEYS, Walk, hidden_state, module_globals
+from lockstep.engine.audit.hidden_state import Walk, hidden_state, module_globals
 from lockstep.engine.audit.lasting_values import Caches
 from lockstep.engine.audit.reachable import MOST_BYTES, modules_around
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.task_config import is_scratch, length_reads, outside, scratch_paths
-from lockstep.errors import TaskError, shared
+from lockstep.errors import TaskError
 
 SETTINGS: Mapping[str, Callable[[], object]] = MappingProxyType(
     {
@@ -93,6 +90,7 @@ class PassState:
     Attributes:
         guard: notices attributes that one pass sets and another one reads.
         free: paths of values that passes change, such as caches, on which no result depends.
+        at_start: texts of the state before the first step of this process.
         caches: those of them that can be cleared for a while.
         tries: steps, near the one of the last `is_due`, that are repeated if there is time.
         quiet: those near it that are neither repeated nor looked at.
@@ -132,7 +130,7 @@ class PassState:
         self.free: set[str] = set()
         self.optimizers: Sequence[object] = ()
         self.caches = Caches(self._kinds, self._imported)
-        self._at_start: dict[str, str] | None = None
+        self.at_start: dict[str, str] = {}
         self._seed = seed
         self._saves = saves
         self._modules: dict[str, nn.Module] = {}
@@ -163,50 +161,8 @@ class PassState:
 
     def note_start(self) -> None:
         """Keep the state before the first step of this process, to compare with."""
-        if self._at_start is None:
-            self._at_start = self.state(without=self.optimizers)
-
-    def compare(self, transport: Transport, step: int, is_model_whole: bool) -> list[str]:
-        """Make sure that the state is the same on all ranks; a collective.
-
-        Values that passes change, and entries that a dict has on some ranks only, may be caches.
-
-        Args:
-            transport: the group of ranks.
-            step: number of the step.
-            is_model_whole: whether each rank has all of the model.
-
-        Returns:
-            Paths of values that have differed since the start, on all ranks; each is returned once.
-
-        Raises:
-            TaskError: something has become different during the run; on all ranks.
-        """
-        own = {
-            path: text
-            for path, text in self.state(without=self.optimizers).items()
-            if is_model_whole or not path.startswith(("model.", "model["))
-        }
-        digest = hashlib.sha256(repr(sorted(own.items())).encode()).hexdigest()
-        everyone = transport.gather_json([digest, sorted({*self.free, *self.guard.paths})])
-        if all(theirs == digest for theirs, _ in everyone):
-            return []
-        self.free.update(*(free for _, free in everyone))
-        start = self._at_start or {}
-        texts = transport.gather_json(
-            {p: [t, start.get(p) == t] for p, t in outside(own, self.free).items()}
-        )
-        paths = _different(texts)
-        new = [p for p in paths if not all(theirs[p][1] for theirs in texts if p in theirs)]
-        if new:
-            raise shared(
-                TaskError(
-                    f"step {step}: {named(new)}: has become different on different ranks, though "
-                    f"no checkpoint can hold more than one of them. {remedy(new[0])}"
-                )
-            )
-        self.free.update(paths)
-        return paths
+        if not self.at_start:
+            self.at_start = self.state(without=self.optimizers)
 
     def close(self) -> None:
         """Stop watching, and restore the classes."""
@@ -217,7 +173,11 @@ class PassState:
         return is_scratch(self._task, path)
 
     def state(
-        self, is_quick: bool = True, with_environment: bool = False, without: Sequence[object] = ()
+        self,
+        is_quick: bool = True,
+        with_environment: bool = False,
+        without: Sequence[object] = (),
+        with_caches: bool = False,
     ) -> dict[str, str]:
         """A text for everything, by path, except for what no result depends on.
 
@@ -226,6 +186,7 @@ class PassState:
             with_environment: whether to look at what ranks may have of their own: environment
                 variables, and modules that those of the task and all else import.
             without: objects that are left out.
+            with_caches: whether to look at `free` paths, too.
         """
         began = perf_counter()
         most_bytes = _QUICK_BYTES if is_quick else MOST_BYTES
@@ -233,7 +194,8 @@ class PassState:
         texts = hidden_state(roots, [*self._streams, *without], most_bytes)
         if with_environment:
             texts |= {f"os.environ[{name!r}]": value for name, value in os.environ.items()}
-        texts = outside(texts, (*self.free, *self.guard.paths, *scratch_paths(self._task)))
+        free = () if with_caches else self.free
+        texts = outside(texts, (*free, *self.guard.paths, *scratch_paths(self._task)))
         self._look_s = perf_counter() - began
         self._spent += 0.0 if self._is_free else self._look_s
         return texts
@@ -358,14 +320,6 @@ def named(paths: Iterable[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + more
 
 
-def differing(paths: Sequence[str]) -> str:
-    """The warning about values that have differed between ranks since the start."""
-    return (
-        f"{named(paths)}: differs between ranks since the start; no result may depend on it. If "
-        f"none does, say so: `scratch = ({paths[0]!r},)` in the task's class"
-    )
-
-
 def remedy(path: str) -> str:
     """What a user can do about state at a path."""
     return (
@@ -374,17 +328,3 @@ def remedy(path: str) -> str:
         "save it by Task.state_dict(); if no result depends on it, say so: "
         f"`scratch = ({path.removesuffix('!')!r},)` in the task's class"
     )
-
-
-def _different(texts: Sequence[Mapping[str, Sequence[Any]]]) -> list[str]:
-    """Paths whose values differ between ranks, of the text of each path on each rank."""
-    paths = dict.fromkeys(path for theirs in texts for path in theirs)
-    apart = []
-    for path in paths:
-        there = {theirs[path][0] for theirs in texts if path in theirs}
-        is_size_of_dict = path.endswith("!") and all(KEYS in text for text in there)
-        may_be_absent = path.rpartition(".")[2].removesuffix("!") in HOOKS
-        is_missing = not (may_be_absent or all(path in theirs for theirs in texts))
-        if (len(there) > 1 and not is_size_of_dict) or (is_missing and "[" not in path):
-            apart.append(path)
-    return apart

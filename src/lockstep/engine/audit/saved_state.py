@@ -1,29 +1,36 @@
-"""Whether changes of a task and its hooks beside training would be restored from a checkpoint."""
+"""Whether a checkpoint can hold what a task and its hooks have: for all ranks, and to come back."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
 from types import FunctionType
+from typing import Any
 
 from torch import nn, optim
 
+from lockstep.comm.transport import Transport
 from lockstep.data.loader import BatchSource
 from lockstep.engine.audit.hidden_state import (
+    HOOKS,
+    KEYS,
     Walk,
     differing,
     hidden_state,
     module_globals,
     own_attributes,
 )
-from lockstep.engine.audit.pass_state import SETTINGS, PassState, is_check_due, named
+from lockstep.engine.audit.pass_state import SETTINGS, PassState, is_check_due, named, remedy
 from lockstep.engine.audit.reachable import cached_functions, is_library
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.task_config import is_scratch, outside, rebuilt
-from lockstep.errors import TaskError
+from lockstep.errors import TaskError, shared
 
+_NOT_COMPARED = "dataset("
+"""What begins the paths of datasets, which keep what they have read."""
 _SHARED = "shared: "
 """Begins the paths of what belongs to classes and modules."""
 _FUNCTIONS = (FunctionType, staticmethod, classmethod, property)
@@ -214,6 +221,92 @@ class SavedState:
         return hidden_state({"task": fresh} | _saved_hooks(state))
 
 
+class Comparison:
+    """Compares what can be reached from the task and all else across ranks."""
+
+    def __init__(self, state: PassState) -> None:
+        self._state = state
+        self._num_looks, self._told = 0, set[str]()
+
+    def run(self, transport: Transport, step: int, is_model_whole: bool) -> list[str]:
+        """Make sure that the state is the same on all ranks; a collective.
+
+        Values that passes change, and entries that a dict has on some ranks only, may be caches.
+
+        Args:
+            transport: the group of ranks.
+            step: number of the step.
+            is_model_whole: whether each rank has all of the model.
+
+        Returns:
+            Paths of values that have differed since the start, or that passes have changed and
+            that seemed to be caches; on all ranks, and each once.
+
+        Raises:
+            TaskError: something has become different during the run; on all ranks.
+        """
+        state = self._state
+        texts = {
+            path: text
+            for path, text in state.state(without=state.optimizers, with_caches=True).items()
+            if is_model_whole or not path.startswith(("model.", "model["))
+        }
+        own, set_by_passes = outside(texts, state.free), state.guard.paths
+        everyone = transport.gather_json(
+            [_digest(own), sorted(state.free), set_by_passes, self._num_looks]
+        )
+        self._num_looks = 1 + max(number for *_, number in everyone)  # ranks may have joined
+        if all(theirs == everyone[0][0] for theirs, *_ in everyone):
+            return self._compare_caches(transport, texts, everyone)
+        state.free.update(*(names for _, *lists, _ in everyone for names in lists))
+        start = state.at_start
+        found = transport.gather_json(
+            {p: [t, start.get(p) == t] for p, t in outside(own, state.free).items()}
+        )
+        paths = _different(found)
+        new = [p for p in paths if not all(theirs[p][1] for theirs in found if p in theirs)]
+        if new:
+            raise shared(
+                TaskError(
+                    f"step {step}: {named(new)}: has become different on different ranks, though "
+                    f"no checkpoint can hold more than one of them. {remedy(new[0])}"
+                )
+            )
+        state.free.update(paths)
+        self._told.update(paths)
+        return [*paths, *self._compare_caches(transport, texts, everyone)]
+
+    def _compare_caches(
+        self,
+        transport: Transport,
+        texts: Mapping[str, str],
+        everyone: Sequence[tuple[str, list[str], list[str], int]],
+    ) -> list[str]:
+        """What seemed to be caches, and has other values on other ranks; a collective.
+
+        Caches may have other entries there, but not another value under the same key.
+
+        Args:
+            transport: the group of ranks.
+            texts: of everything, by path.
+            everyone: of each rank, as second and third, what passes have changed and set.
+        """
+        if not is_check_due(self._num_looks):
+            return []
+        free = {n for _, names, *_ in everyone for n in names if not n.startswith(_NOT_COMPARED)}
+        texts = outside(texts, (name for _, _, names, _ in everyone for name in names))
+        others = outside(texts, free - self._told)
+        kept = {p: text for p, text in texts.items() if p not in others and text != "None"}
+        if len({*transport.gather_json(_digest(kept))}) == 1:
+            return []
+        found = transport.gather_json(kept)
+        values = {p: {k[p] for k in found if p in k} for k in found for p in k}
+        apart = [p for p, v in values.items() if len(v) > 1 and not any(KEYS in t for t in v)]
+        roots = sorted({*map(self._state.root_of, apart)})
+        self._told.update(roots)
+        return roots
+
+
 def forgetting(paths: Sequence[str]) -> str:
     """The warning about values that have changed and that no checkpoint holds."""
     return (
@@ -222,6 +315,32 @@ def forgetting(paths: Sequence[str]) -> str:
         f"no result depends on it, say so: `scratch = ({_attribute(paths[0])!r},)` in the task's "
         "class"
     )
+
+
+def unequal(paths: Sequence[str]) -> str:
+    """The warning about values that have differed between ranks since the start."""
+    return (
+        f"{named(paths)}: differs between ranks; no result may depend on it. If "
+        f"none does, say so: `scratch = ({paths[0]!r},)` in the task's class"
+    )
+
+
+def _digest(texts: Mapping[str, str]) -> str:
+    return hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()
+
+
+def _different(texts: Sequence[Mapping[str, Sequence[Any]]]) -> list[str]:
+    """Paths whose values differ between ranks, of the text of each path on each rank."""
+    paths = dict.fromkeys(path for theirs in texts for path in theirs)
+    apart = []
+    for path in paths:
+        there = {theirs[path][0] for theirs in texts if path in theirs}
+        is_size_of_dict = path.endswith("!") and all(KEYS in text for text in there)
+        may_be_absent = path.rpartition(".")[2].removesuffix("!") in HOOKS
+        is_missing = not (may_be_absent or all(path in theirs for theirs in texts))
+        if (len(there) > 1 and not is_size_of_dict) or (is_missing and "[" not in path):
+            apart.append(path)
+    return apart
 
 
 def _attribute(path: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.config import TrainConfig
 from lockstep.engine.assembly import Parts
-from lockstep.engine.audit.pass_state import differing
+from lockstep.engine.audit.saved_state import Comparison, unequal
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.copies import catch_up, even_out, opened_everywhere
@@ -59,6 +59,7 @@ class Checkpointer:
             on_written: takes the folder of each checkpoint that is complete, on rank 0.
         """
         self._config, self._parts = config, parts
+        self._comparison = Comparison(parts.pass_state)
         self._runtime, self._transport = runtime, runtime.transport
         self._directory, self._root = directory, directory.checkpoints
         self._length_reads = length_reads(parts.task_state.task.config)
@@ -89,7 +90,7 @@ class Checkpointer:
         path: str = on_first(self._transport, self._directory.rescue)
         if self._directory.owners.of(self._transport.rank) == 0:
             self._directory.follow(Path(path))
-        with suppress(CheckpointError):  # of a checkpoint in the folder that is gone
+        with suppress(CheckpointError):  # of one in the folder that is gone
             self._writer.wait()
         self._root = self._directory.checkpoints
         self._writer, self._saved_step = self._new_writer(), -1
@@ -267,9 +268,9 @@ class Checkpointer:
         """
         if self._transport.size > 1:
             is_whole = not self._parts.placement.is_split
-            paths = self._parts.pass_state.compare(self._transport, step, is_whole)
+            paths = self._comparison.run(self._transport, step, is_whole)
             if paths:
-                self._warn(step, differing(paths))
+                self._warn(step, unequal(paths))
 
     def check_state(self, is_saved: bool = False) -> None:
         """Make sure that all state of the optimizer and of the task can be saved.
