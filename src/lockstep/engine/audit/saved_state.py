@@ -160,8 +160,8 @@ class SavedState:
                 raise self._not_restored(path, caller)
 
     def note(self) -> None:
-        """Take the present state as that which a resumed run would begin with."""
-        self._last = self._present()
+        """Take the present state as the first one, unless there is one: also after a loss."""
+        self._last = self._last or self._present()
 
     def forgotten(self, passes: PassState) -> list[str]:
         """Paths of what has changed since it was noted, and would not come back; each once.
