@@ -195,10 +195,8 @@ class Hooks:
         rates = self._parts.train_step.rates
         if rates.schedulers:
             everywhere(self._runtime.transport, rates.check)
-        if self._hooks or self._has_after_step:
-            everywhere(self._runtime.transport, self._saved.check_again)
         passes = self._parts.pass_state
-        if paths := everywhere(self._runtime.transport, lambda: self._saved.forgotten(passes)):
+        if paths := everywhere(self._runtime.transport, lambda: self._saved.check_again(passes)):
             self._runtime.emit(Warned(step=step, message=forgetting(paths)))
 
     def _taken_stop_reason(self) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.stepping import repeat_no_more_steps
+from tests.stepping import CountsSteps, repeat_no_more_steps
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
@@ -69,12 +69,8 @@ class Slotted:
         self.value = 1.0
 
 
-class Late(ls.Task):
-    """A task that counts steps, which is allowed, and may do something from step `LATE` on."""
-
-    def __init__(self, config: Any = None) -> None:
-        super().__init__(config)
-        self.step = 0
+class Late(CountsSteps):
+    """A task that may do something from step `LATE` on."""
 
     @property
     def is_late(self) -> bool:
@@ -96,15 +92,6 @@ class Late(ls.Task):
 
     def factor(self, model: Any, loss: ls.Loss) -> float:
         return 1.0
-
-    def after_step(self, model: nn.Module, step: int) -> None:
-        self.step = step
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step = state["step"]
 
 
 def samples() -> tuple[Tensor, Tensor]:

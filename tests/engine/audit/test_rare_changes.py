@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.stepping import repeat_no_more_steps
+from tests.stepping import CountsSteps, repeat_no_more_steps
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -28,23 +28,23 @@ SHARED: dict[str, float] = {}
 FACTOR = 1.0
 VARIABLE: ContextVar[float] = ContextVar("VARIABLE", default=1.0)
 OF_THREAD = threading.local()
-NAME = "LOCKSTEP_TEST_FACTOR"
+NAME = "FACTOR_OF_RARE_CHANGES"
 
 
 @pytest.fixture(autouse=True)
 def _only_what_evaluations_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
     repeat_no_more_steps(monkeypatch)
-    monkeypatch.delenv(NAME, raising=False)
+    monkeypatch.setenv(NAME, "1")  # and takes it away again
 
 
-class Scaled(ls.Task):
+class Scaled(CountsSteps):
     """What `change` does once, in an evaluation, `factor` may make something of."""
 
     kind_factor = 1.0
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
-        self.step, self.factors, self.listed = 0, {"now": 1.0}, [1.0]
+        self.factors, self.listed = {"now": 1.0}, [1.0]
         self.criterion = nn.CrossEntropyLoss(reduction="sum")
         self.tensor = torch.ones(1)
 
@@ -70,15 +70,6 @@ class Scaled(ls.Task):
 
     def change(self, model: Any) -> None:
         pass
-
-    def after_step(self, model: nn.Module, step: int) -> None:
-        self.step = step
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step = state["step"]
 
 
 def run(folder: Path, task: ls.Task, steps: int = 12) -> ls.Result:
@@ -203,7 +194,7 @@ def test_a_setting_of_torch_that_an_evaluation_leaves_is_refused(
 
 
 class Memo(Scaled):
-    """Keeps what can be computed again, and lines for people; opens a file anew."""
+    """Keeps what can be computed again, and a line for people."""
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)

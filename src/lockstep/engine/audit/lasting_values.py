@@ -37,6 +37,8 @@ _ITEM_BYTES = 64
 """Rough size of an item of a container."""
 _IN_ONE = (list, deque, set, bytearray, Tensor, np.ndarray)
 """Types whose content is put back in one piece."""
+_PARTS = ("_modules", "_buffers")
+"""Dicts of a module whose entries seem to be its attributes."""
 _ALL, _ABSENT = object(), object()
 """The key of such a content; and what stands for a value that is not there."""
 
@@ -85,7 +87,7 @@ class Caches:
             _put(value, content)
         for owner, name, function in self._functions if with_functions else ():
             again = functools.lru_cache(**function.cache_parameters())(function.__wrapped__)
-            _set(owner, name, again)
+            _put_entry(owner, name, again)
         self.leftovers.put_back()
 
     def recall(self) -> None:
@@ -95,7 +97,7 @@ class Caches:
             _put(value, content)
         self._now = []
         for owner, name, function in self._functions:
-            _set(owner, name, function)
+            _put_entry(owner, name, function)
 
 
 class _Holders(Walk):
@@ -117,9 +119,9 @@ class _Holders(Walk):
             self.found.append((path, "[" if isinstance(value, dict) else ".", value))
             # An object's class has what the object seems to have.
             self.found += [(path, ".", kind) for kind in kinds if not is_library(kind.__module__)]
-        if isinstance(value, nn.Module):
-            self.found += [(path, ".", value._modules), (path, ".", value._buffers)]
-            self.found += [(f"{path}.{name}", "[", vars(value)[name]) for name in HOOKS]
+            own = vars(value) if isinstance(value, nn.Module) else {}
+            self.found += [(path, ".", own[name]) for name in _PARTS if name in own]
+            self.found += [(f"{path}.{name}", "[", own[name]) for name in HOOKS if name in own]
         return parts
 
 
@@ -146,7 +148,7 @@ class Leftovers:
         """The paths of what has been changed."""
         return [change.path for change in self._changes.values()]
 
-    def forget(self) -> None:
+    def drop(self) -> None:
         """Put nothing back that has been changed so far."""
         self._changes = {}
 
@@ -198,7 +200,7 @@ class Leftovers:
                 continue
             if isinstance(before, nn.Module):
                 before.train()  # it has missed the end of the evaluation
-            with suppress(Exception):  # of a class that refuses, or an array that cannot be written
+            with suppress(Exception):  # of a foreign container, or an array that is read-only
                 _put_entry(holder, key, before)
                 self._put_back.append((holder, key, now))
 
@@ -207,14 +209,6 @@ class Leftovers:
         for holder, key, value in self._put_back:
             _put_entry(holder, key, value)
         self._put_back = []
-
-
-def _set(owner: Any, name: str, value: object) -> None:
-    with suppress(AttributeError, TypeError):  # a class may refuse
-        if isinstance(owner, type):
-            type.__setattr__(owner, name, value)
-        else:
-            setattr(owner, name, value)
 
 
 def _is_in_one(holder: object) -> bool:
@@ -260,10 +254,11 @@ def _put_entry(holder: Any, key: Any, value: Any) -> None:
     elif key is _ALL:
         _put(holder, value)
     elif isinstance(holder, type):
-        if value is _ABSENT:
-            type.__delattr__(holder, key)
-        else:
-            type.__setattr__(holder, key, value)
+        with suppress(AttributeError, TypeError):  # a class may refuse
+            if value is _ABSENT:
+                type.__delattr__(holder, key)
+            else:
+                type.__setattr__(holder, key, value)
     else:
         there = holder if isinstance(holder, (dict, os._Environ)) else _attributes(holder)
         if value is _ABSENT:

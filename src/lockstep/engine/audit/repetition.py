@@ -298,7 +298,7 @@ class StepAudit:
         if not all(path.startswith("dataset(") for path in self._suspects):
             raise shared(depends_on(f"step {self._step}", self._suspects))
         self._passes.trust()
-        self._state.caches.leftovers.forget()
+        self._state.caches.leftovers.drop()
         self._state.is_repetition_due = False
         self._first, self._is_given_up = None, True
         raise StepRepeated

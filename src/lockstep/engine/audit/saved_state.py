@@ -54,7 +54,7 @@ class SavedState:
         self._num_checks = 0
         self._last: dict[str, str] = {}
         self._seen: set[str] = set()
-        self._num_looks, self._spent = 0, 0.0
+        self._spent = 0.0
         roots = {"task": state.task, "model": model} | _saved_hooks(state)
         bases = [b for o in Walk(roots).objects.values() for b in type(o).__mro__]
         self._kinds = [k for k in dict.fromkeys(bases) if not is_library(k.__module__)]
@@ -145,13 +145,23 @@ class SavedState:
         own = [f"task.{place.removeprefix(s)}" for s in starts if place.startswith(s)]
         return any(is_scratch(task, name) for name in (place, *own))
 
-    def check_again(self) -> None:
-        """Refuse state that was restored before, and no longer is; before some checkpoints.
+    def check_again(self, passes: PassState) -> list[str]:
+        """Look, before a checkpoint, for what would not come back from it.
+
+        Args:
+            passes: knows what passes change, on which no result depends.
+
+        Returns:
+            Paths of what has changed, whatever has changed it; each once.
 
         Raises:
-            TaskError: naming the first.
+            TaskError: naming the first state that was restored before, and no longer is.
         """
         self._num_checks += 1
+        self._check_own()
+        return self._forgotten(passes)
+
+    def _check_own(self) -> None:
         if not self._own or not is_check_due(self._num_checks):
             return
         back, now = self._restored(), self.state()
@@ -163,17 +173,10 @@ class SavedState:
         """Take the present state as the first one, unless there is one: also after a loss."""
         self._last = self._last or self._present()
 
-    def forgotten(self, passes: PassState) -> list[str]:
-        """Paths of what has changed since it was noted, and would not come back; each once.
-
-        Whatever has changed it: code that runs in rare steps is seen by no other check. Where
-        checkpoints are so frequent that looks would take too long, not each has one.
-
-        Args:
-            passes: knows what passes change, on which no result depends.
-        """
-        self._num_looks += 1
-        if self._spent > passes.affordable() and not is_check_due(self._num_looks):
+    def _forgotten(self, passes: PassState) -> list[str]:
+        # Code that runs in rare steps is seen by no other check. Where checkpoints are so frequent
+        # that looks would take too long, not each has one.
+        if self._spent > passes.affordable() and not is_check_due(self._num_checks):
             return []
         began = perf_counter()
         before, self._last = self._last, self._present()
@@ -318,7 +321,7 @@ def forgetting(paths: Sequence[str]) -> str:
 
 
 def unequal(paths: Sequence[str]) -> str:
-    """The warning about values that have differed between ranks since the start."""
+    """The warning about values that differ between ranks, though they should not matter."""
     return (
         f"{named(paths)}: differs between ranks; no result may depend on it. If "
         f"none does, say so: `scratch = ({paths[0]!r},)` in the task's class"

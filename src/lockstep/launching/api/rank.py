@@ -157,10 +157,11 @@ def _steps(
     is_driven: bool,
 ) -> Generator[Step, bool | None, tuple[Result, int]]:
     """The run itself, from after the ranks have met to before they part, and its exit code."""
-    path = session.run_dir or agreed(
+    own_path = session.run_dir or agreed(
         transport, lambda t: on_first(t, lambda: str(new_run_dir(task.name)))
     )
-    directory = RunDirectory(Path(path), session.url)
+    directory = RunDirectory(Path(own_path), session.url)
+    path = directory.path
     is_one_host = environment.is_one_host
     if environment.launcher in ("slurm", "torchrun"):  # by hand, a rank may not know who is there
         is_one_host = agreed(transport, are_on_one_host)
@@ -289,8 +290,7 @@ def _steps(
             return _result(trainer, finished, config, directory), finished.exit_code
         except BaseException as raised:
             error = advised(raised, transport.rank)
-            # Nothing may be written to the old one.
-            if directory.path != Path(path) and runtime.is_first:
+            if directory.path != path and runtime.is_first:  # nothing may be written to the old one
                 hub.close()
                 hub.open()
             runtime.emit(failed(error))
