@@ -59,5 +59,5 @@ def repeat_no_more_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Steps 8, 64, … and suspicious ones still are.
     """
-    monkeypatch.setattr(pass_state, "_LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(pass_state, "_MOST_TIME", 0.0)
+    monkeypatch.setattr(pass_state, "_LEAST_SECONDS", 1e-12)
+    monkeypatch.setattr(pass_state, "_MOST_TIME", 1e-12)

@@ -196,7 +196,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime, is_driven: bool 
     on_all(lambda: check_memory(config, model, kept, size, can_regroup))
     constants = Constants(model, trial.changed)
     total_steps = config.steps or config.epochs * (sampler.steps_per_epoch or 0)
-    saves = ForeseenSaves(config, sampler, total_steps)
+    saves = ForeseenSaves(config, sampler, total_steps, has_validation=bool(tried))
     pass_state = _watched(config.seed, saves, task_state, model, compute, loader, splits)
     on_all(task_state.check)
     facts["phases"] = compute.phases.description()

@@ -620,10 +620,11 @@ def test_modules_of_installed_packages_are_known_by_their_folder(
     assert ("some_module" in modules_around([kind], with_folders=False)) == is_of_user
 
 
-def watched(num_steps: int, **keys: Any) -> pass_state.PassState:
+def watched(num_steps: int, has_validation: bool = True, **keys: Any) -> pass_state.PassState:
     """What chooses the steps of a run that are looked at and repeated."""
     config = ls.TrainConfig(batch_size=12, steps=num_steps, **keys)
-    saves = pass_state.ForeseenSaves(config, BatchLayout(SAMPLES, 12, 1), num_steps)
+    layout = BatchLayout(SAMPLES, 12, 1)
+    saves = pass_state.ForeseenSaves(config, layout, num_steps, has_validation)
     return pass_state.PassState(TaskState(Late(), ()), Net(), {}, seed=0, saves=saves)
 
 
@@ -638,7 +639,7 @@ def test_steps_before_foreseen_checkpoints_are_repeated_within_a_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     least = 0.2
-    monkeypatch.setattr(pass_state, "_MOST_TIME", 0.0)
+    monkeypatch.setattr(pass_state, "_MOST_TIME", 1e-12)
     monkeypatch.setattr(pass_state, "_LEAST_SECONDS", least)
     keys: dict[str, Any] = {"eval_every": 5, "checkpoint": {"every": 6}}
     others = {7, 8, 12, 16, 20} | {13, 18}  # where epochs begin, and now and then
@@ -648,6 +649,35 @@ def test_steps_before_foreseen_checkpoints_are_repeated_within_a_budget(
     assert at_epochs == others | {3, 11, 15, 19, 22}
     left = foreseen(23, 0.75 * least, **keys)
     assert (left[5], left[7], left[22]) == (pytest.approx(0.25 * least), math.inf, least)
+
+
+def test_an_evaluation_is_followed_by_no_checkpoint_where_there_is_none() -> None:
+    keys: dict[str, Any] = {"eval_every": 30, "checkpoint": {"every": 1000}}
+    saved = [
+        {step for step in range(99) if watched(100, has_validation, **keys).is_due(step)}
+        for has_validation in (True, False)
+    ]
+    assert saved[0] - saved[1] == {29, 59, 89}
+
+
+def test_repetitions_that_take_too_long_are_tried_again_once_there_is_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(pass_state, "perf_counter", lambda: now)
+    state = watched(600, checkpoint={"every": 1000})
+    state.is_due(200)
+    tries, quiet = {*state.tries}, {*state.quiet}
+    first = min(tries)
+    now = 100.0
+    in_all = (now + 3.0) * 0.002  # in three seconds there will be time for it
+    state.postpone_tries(first, in_all, step_s=0.1)
+    dropped = tries - state.tries
+    assert {step for step in tries if step < first + 30} >= dropped != set()
+    assert state.quiet == quiet | dropped
+    assert not [step for step in dropped if state.is_due(step)]
+    state.is_due(300)  # the next hundred
+    assert len(state.tries) > len(tries) / 2
 
 
 def test_one_of_each_hundred_steps_is_looked_at_wherever_a_session_begins() -> None:

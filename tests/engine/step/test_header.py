@@ -65,7 +65,10 @@ def test_differences_between_headers_are_seen() -> None:
     assert not headers(loss=[5, 4]).have_same_loss
     assert headers(asked=[1, 4, 0, 1]).asked == 5
     assert headers(is_suspicious=[0, 1]).is_suspicious
-    assert [len(h) for h in (headers(order=[1]), headers(order=[1, 1]))] == [1, 2]
+    for field in ("settings", "order", "loss"):
+        for values in ([1], [1, 1], [1] * 20):
+            assert headers(**{field: values}).are_alike
+            assert not headers(**{field: [*values, 0]}).are_alike
 
 
 def test_times_since() -> None:

@@ -49,6 +49,10 @@ _BLOCK = 100
 """In each block of this many steps, the passes of one are checked."""
 _POWERS = 3
 """Of the steps 1, 2, 4, 8, …, every third is repeated."""
+_POWERS_OF_TWO = frozenset((1 << bits) - 1 for bits in range(63))
+"""Those steps, from 0, which are always looked at."""
+_ALWAYS_REPEATED = frozenset((1 << bits) - 1 for bits in range(_POWERS, 63, _POWERS))
+"""Those that are repeated however long it takes: the 8th, 64th, 512th and so on."""
 _GOLDEN, _TRIED = 0x9E3779B1, 1 << 29
 """Multiples of the golden ratio, modulo 2**32, hit every eighth step, but without a period."""
 _QUICK_BYTES = 1 << 16
@@ -62,8 +66,12 @@ _LEAST_SECONDS = 0.1
 class ForeseenSaves:
     """Counts of steps after which it is known beforehand that parameters may be saved."""
 
-    def __init__(self, config: TrainConfig, sampler: BatchLayout, total_steps: int) -> None:
-        self._layout, self._every = sampler, {config.checkpoint.every, config.eval_every}
+    def __init__(
+        self, config: TrainConfig, sampler: BatchLayout, total_steps: int, has_validation: bool
+    ) -> None:
+        self._layout, self._every = sampler, {config.checkpoint.every}
+        if has_validation:  # the best parameters are saved
+            self._every.add(config.eval_every)
         self._ends = {total_steps, config.stop_at_step or total_steps}
 
     def among(self, counts: range) -> set[int]:
@@ -138,6 +146,7 @@ class PassState:
         self._is_free = True  # looks in few steps do not count
         self._block, self._looks = range(0), {-1}
         self.tries, self.quiet = {-1}, set[int]()
+        self._sampled, self._next_try = set[int](), 1 << _POWERS
         self.is_repetition_due = False
 
     def open(self) -> None:
@@ -225,7 +234,7 @@ class PassState:
         """
         if step not in self._block:
             self._plan(step)
-        self._is_free = step + 1 & step == 0
+        self._is_free = step in _POWERS_OF_TWO
         if self._is_free or step not in self._looks:
             return self._is_free
         spent = self._look_s if self._saves.is_last(step + 1) else self._spent
@@ -242,7 +251,7 @@ class PassState:
         """
         if step not in self.tries:
             return 0.0
-        if _is_always_repeated(step):
+        if step in _ALWAYS_REPEATED:
             return math.inf
         # Nothing of the run is seen later than its last step.
         return self.affordable() - (0.0 if self._saves.is_last(step + 1) else spent)
@@ -256,9 +265,28 @@ class PassState:
         self._looks = {drawn, *(count - 1 for count in saved)}
         # What begins late may be of effect now and then only.
         often = {s for s in block if (s * _GOLDEN + self._seed) % (1 << 32) < _TRIED}
-        tried = {s for s in often.union(self._saves.first_of_epochs(block)) if s >= 1 << _POWERS}
-        self.tries = tried.union(self._looks, filter(_is_always_repeated, block))
-        self.quiet = {s for s in block if s not in self.tries and s + 1 & s}
+        kept = self._looks | _ALWAYS_REPEATED.intersection(block)
+        self._sampled = often.union(self._saves.first_of_epochs(block)) - kept
+        self.tries = kept | self._sampled
+        self._drop_tries()
+
+    def _drop_tries(self) -> None:
+        dropped = {s for s in self._sampled if s < self._next_try}
+        self.tries -= dropped
+        self.quiet = {*self._block} - self.tries - _POWERS_OF_TWO
+
+    def postpone_tries(self, step: int, needed_s: float, step_s: float) -> None:
+        """Leave out steps for whose repetition there will be no time.
+
+        Args:
+            step: number of a step for which there was none.
+            needed_s: seconds that repetitions would have taken with it, in all.
+            step_s: seconds that a step takes.
+        """
+        if step in self._sampled:
+            left = needed_s / _MOST_TIME - (perf_counter() - self._began)
+            self._next_try = step + max(1, int(left / step_s))
+            self._drop_tries()
 
     def affordable(self) -> float:
         """Seconds that each kind of check may have taken so far."""
@@ -297,11 +325,6 @@ def settings() -> tuple[object, ...]:
         torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled(),
         torch.get_float32_matmul_precision(),
     )  # fmt: skip
-
-
-def _is_always_repeated(step: int) -> bool:
-    """Whether a step, from 0, is repeated however long it takes: the 8th, 64th, 512th and so on."""
-    return step > 0 and step + 1 & step == 0 and (step + 1).bit_length() % _POWERS == 1
 
 
 def is_check_due(number: int) -> bool:

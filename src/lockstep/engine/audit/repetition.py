@@ -13,7 +13,6 @@ from lockstep.engine.audit.hidden_state import differing
 from lockstep.engine.audit.pass_state import SETTINGS, PassState, named, remedy, settings
 from lockstep.engine.digests import checksum
 from lockstep.engine.runtime import Runtime, everywhere
-from lockstep.engine.step.sums import Headers
 from lockstep.engine.step.workspace import Workspace
 from lockstep.engine.timing import Stopwatch
 from lockstep.errors import TaskError, shared
@@ -229,12 +228,12 @@ class StepAudit:
         self._began = self._spent = self._repetition_s = 0.0
         self._worked, self._counted = 0.0, 0
 
-    def begin(self, step: int) -> None:
-        """Before the passes of a step."""
+    def begin(self, step: int) -> bool:
+        """Before the passes of a step; returns whether it is being done again."""
         # Most steps, so without a call that could be saved.
         if self._is_quiet and step in self._state.quiet:
             self._step = step
-            return
+            return False
         self._is_quiet = self.is_suspicious = False
         if step != self._step:
             if self._first is not None or self._is_given_up:
@@ -243,6 +242,7 @@ class StepAudit:
             self._is_due = self._state.is_due(step)
         is_due = self._is_due and not self._is_given_up
         self._passes.begin(is_due, is_quick=(step + 1) & step != 0)
+        return self._passes.is_second
 
     def end(self) -> None:
         """After them."""
@@ -264,8 +264,11 @@ class StepAudit:
         worked = self._watch.worked_s
         step_s = (worked - self._worked) / max(1, self._step - self._counted)
         self._worked, self._counted = worked, self._step
-        most = self._state.seconds_to_repeat(self._step, self._spent)
-        return max(passes_s, step_s, self._repetition_s) <= most
+        needed = max(passes_s, step_s, self._repetition_s)
+        if needed <= self._state.seconds_to_repeat(self._step, self._spent):
+            return True
+        self._state.postpone_tries(self._step, self._spent + needed, max(passes_s, step_s))
+        return False
 
     def leave(self) -> None:
         """An exception has interrupted the passes."""
@@ -277,11 +280,6 @@ class StepAudit:
         self._passes.forget()
         self._step, self._first, self._suspects = -1, None, []
         self._is_given_up = self._is_quiet = self.is_suspicious = False
-
-    @property
-    def is_second(self) -> bool:
-        """Whether the step is being done again."""
-        return self._passes.is_second
 
     def check_failed(self) -> None:
         """See what it means that some rank's passes have failed, if it was the second time.
@@ -303,11 +301,10 @@ class StepAudit:
         self._first, self._is_given_up = None, True
         raise StepRepeated
 
-    def check(self, headers: Headers, scalars: list[float], workspace: Workspace) -> None:
-        """Have a suspicious step done again, and compare the second time with the first.
+    def check(self, scalars: list[float], workspace: Workspace) -> None:
+        """Have a step done again of which some rank is suspicious, or compare the second time.
 
         Args:
-            headers: of all ranks.
             scalars: sums of losses and metrics.
             workspace: has the sum of the gradients.
 
@@ -317,14 +314,14 @@ class StepAudit:
         """
         if self._passes.is_second:
             self._compare(_outcome(scalars, workspace))
-        elif headers.is_suspicious:
-            transport = self._runtime.transport
-            self._suspects = self._passes.suspects_of_all(transport)
-            self._left = transport.gather_json(self._state.caches.leftovers.paths[:_MOST_SENT])
-            self._first = _outcome(scalars, workspace)
-            self._passes.is_second, self._is_quiet = True, False
-            self._began = perf_counter()
-            raise StepRepeated
+            return
+        transport = self._runtime.transport
+        self._suspects = self._passes.suspects_of_all(transport)
+        self._left = transport.gather_json(self._state.caches.leftovers.paths[:_MOST_SENT])
+        self._first = _outcome(scalars, workspace)
+        self._passes.is_second, self._is_quiet = True, False
+        self._began = perf_counter()
+        raise StepRepeated
 
     def _compare(self, second: _Outcome) -> None:
         self._state.is_repetition_due = False

@@ -31,9 +31,12 @@ STOP_REASONS = (
 
 _Table: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
-_CARRY_LENGTH, _ASKED, _SUSPICIOUS, _SETTINGS, _ORDER, _LOSS, _STORED = range(3, 10)
-"""Places in a `header`."""
-_NUM_OWN, _NUM_TIMES = 10, len(Times._fields)
+_STORED, _CARRY_LENGTH, _NUM_APART = 0, 1, 2
+"""Places in a `header` of what counts for each rank apart; the rest is of all, but for times."""
+_FAILED, _STOP, _GROWS, _ASKED, _SUSPICIOUS, _SETTINGS, _ORDER, _LOSS, _NUM_FIXED = range(9)
+"""Places in that rest, before the counters."""
+_NUM_TIMES = len(Times._fields)
+_COUNTERS = slice(_NUM_APART + _NUM_FIXED, -_NUM_TIMES)
 _FEW = 16
 """Rows that Python looks through sooner than numpy."""
 
@@ -76,8 +79,8 @@ def header(
     """
     stop = STOP_REASONS.index(stop_reason) if stop_reason else 0
     return [
-        *(has_failed, stop, grows, carry_length, asked),
-        *(is_suspicious, settings, order, loss, stored),
+        *(stored, carry_length),
+        *(has_failed, stop, grows, asked, is_suspicious, settings, order, loss),
         *counters,
         *times,
     ]
@@ -91,6 +94,9 @@ class Headers:
         stop_reason: the most urgent of all ranks.
         grows: whether any rank knows of a new process that waits to join.
         is_suspicious: whether some rank's passes have changed state.
+        asked: what code has asked of the run's length on any rank.
+        stored: step up to whose events rank 0 has stored all; -1 if that is not known.
+        are_alike: whether `settings`, `order` and `loss` are the same on all ranks.
         times: what each rank has spent, [ranks, kinds of `Times`].
     """
 
@@ -98,56 +104,45 @@ class Headers:
         """Read them.
 
         Args:
-            values: the `header` of each rank, [ranks, num_values].
+            values: the `header` of each rank, [ranks, num_values]; copied.
         """
-        self._own: list[list[float]] | _Table
+        self._rows: list[list[float]] | _Table
         self.times: list[list[float]] | _Table
         if len(values) > _FEW:
-            values = np.asarray(values)
-            self._own, self.times = values[:, :-_NUM_TIMES], values[:, -_NUM_TIMES:]
-            most, least = self._own.max(axis=0).tolist(), self._own.min(axis=0).tolist()
+            table = self._rows = np.array(values)
+            shared, self.times = table[:, _NUM_APART:-_NUM_TIMES], table[:, -_NUM_TIMES:]
+            most, least = shared.max(axis=0).tolist(), shared.min(axis=0).tolist()
         else:
-            rows = values if isinstance(values, list) else values.tolist()
-            self._own, self.times = [r[:-_NUM_TIMES] for r in rows], [r[-_NUM_TIMES:] for r in rows]
-            most = least = self._own[0]
-            if len(rows) > 1:
-                most, least = [*map(max, *self._own)], [*map(min, *self._own)]
+            rows = self._rows = values if isinstance(values, list) else values.tolist()
+            self.times = [row[-_NUM_TIMES:] for row in rows]
+            each = [row[_NUM_APART:-_NUM_TIMES] for row in rows]
+            most = least = each[0]
+            if each.count(most) < len(each):
+                most, least = [*map(max, *each)], [*map(min, *each)]
         self._most: list[float] = most
-        self._least: list[float] = least
-        self.has_failed, self.grows = most[0] > 0, most[2] > 0
+        self.has_failed, self.grows = most[_FAILED] > 0, most[_GROWS] > 0
         self.is_suspicious = most[_SUSPICIOUS] > 0
-        self.stop_reason = STOP_REASONS[int(most[1])]
-
-    def __len__(self) -> int:
-        """The number of ranks."""
-        return len(self._own)
-
-    @property
-    def stored(self) -> int:
-        """Step up to whose events rank 0 has stored all; -1 if that is not known."""
-        return int(self._own[0][_STORED])
+        self.stop_reason = STOP_REASONS[int(most[_STOP])]
+        self.asked, self.stored = int(most[_ASKED]), int(self._rows[0][_STORED])
+        if most[_ASKED] != least[_ASKED]:
+            self.asked = int(np.bitwise_or.reduce(self._column(_NUM_APART + _ASKED).astype(int)))
+        # Nearly always they are, so one comparison tells.
+        self.are_alike = most[_SETTINGS:_NUM_FIXED] == least[_SETTINGS:_NUM_FIXED]
 
     @property
     def counters(self) -> list[int]:
         """The greatest value of each integer buffer."""
-        return [int(value) for value in self._most[_NUM_OWN:]]
+        return [int(value) for value in self._most[_NUM_FIXED:]]
 
     @property
     def carry_lengths(self) -> list[int]:
         """`carry_length` of each rank."""
-        return [int(value) for value in np.asarray(self._own)[:, _CARRY_LENGTH].tolist()]
-
-    @property
-    def asked(self) -> int:
-        """What code has asked of the run's length on any rank."""
-        if self._most[_ASKED] == self._least[_ASKED]:
-            return int(self._most[_ASKED])
-        return int(np.bitwise_or.reduce(np.asarray(self._own)[:, _ASKED].astype(int)))
+        return [int(value) for value in self._column(_CARRY_LENGTH).tolist()]
 
     @property
     def have_same_settings(self) -> bool:
         """Whether `settings` is the same on all ranks."""
-        return self._most[_SETTINGS] == self._least[_SETTINGS]
+        return len(np.unique(self._column(_NUM_APART + _SETTINGS))) == 1
 
     @property
     def have_same_order(self) -> bool:
@@ -159,10 +154,11 @@ class Headers:
         """Whether `loss` is the same on all ranks that give it."""
         return self._is_same(_LOSS)
 
-    def _is_same(self, column: int) -> bool:
-        if self._most[column] == self._least[column]:
-            return True
-        return len(np.unique(np.asarray(self._own)[:, column]).nonzero()[0]) < 2
+    def _is_same(self, place: int) -> bool:
+        return bool(np.count_nonzero(np.unique(self._column(_NUM_APART + place))) < 2)
+
+    def _column(self, column: int) -> _Table:
+        return np.asarray(self._rows)[:, column]
 
 
 def num_values(num_counters: int) -> int:
@@ -171,7 +167,7 @@ def num_values(num_counters: int) -> int:
     Args:
         num_counters: number of integer buffers that forward passes change.
     """
-    return _NUM_OWN + num_counters + _NUM_TIMES
+    return _NUM_APART + _NUM_FIXED + num_counters + _NUM_TIMES
 
 
 class StepResult(NamedTuple):
@@ -260,6 +256,7 @@ class StepSums:
             order: digest of the order of samples (`header`).
         """
         runtime, loss = self._runtime, self._passes.loss_digest
+        asked = self._asked.bits if self._asked is not None else 0
         times = self._watch.times(is_exact=is_reported)
         if is_reported and error is None and not self._placement.is_split:
             times = times._replace(grad_norm=workspace.own_norm() / self._loss_scale.value)
@@ -270,7 +267,7 @@ class StepSums:
             times=times,
             counters=self._passes.counters,
             carry_length=self._carries.copy_length if self._carries and not error else 0,
-            asked=self._asked.bits if self._asked is not None else 0,
+            asked=asked,
             is_suspicious=is_suspicious,
             settings=settings,
             order=order,
@@ -285,27 +282,27 @@ class StepSums:
             if self._placement.are_coupled and headers.has_failed:
                 return headers
             workspace.spread_scalars()
-        self._note_asked(own, headers)
+        # Also where a rank is lost afterwards. In most steps there is nothing to add.
+        if headers.asked != asked and self._asked is not None:
+            self._asked.add_bits(headers.asked)
         runtime.backlog.keep_from(headers.stored)
         self._watch.communication_s += self._watch.lap()
         return headers
 
     def _summed(self, own: list[float], workspace: Workspace) -> Headers:
         """Sum in host memory, unless a rank has failed for which others wait in a step."""
-        reduction, travels = workspace.reduction, self._runtime.transport.size > 1
-        headers = Headers([own])
-        if self._placement.are_coupled:
-            headers, travels = self._headers(own), False
-            if headers.has_failed:
-                return headers
-        if not isinstance(reduction, Rounds):  # these have summed by now
-            if travels:
-                _fill(reduction.header, own)
+        reduction = workspace.reduction
+        if isinstance(reduction, Rounds) or self._placement.are_coupled:
+            headers = self._headers(own)
+            if not headers.has_failed and not isinstance(reduction, Rounds):
+                reduction.reduce()  # rounds have summed by now
+            return headers
+        if self._runtime.transport.size == 1:
             reduction.reduce()
-            if travels:
-                # A copy: the next step's headers come into the same memory.
-                headers = Headers(np.array(reduction.headers().numpy()))
-        return headers
+            return Headers([own])
+        _fill(reduction.header, own)
+        reduction.reduce()
+        return Headers(reduction.headers().numpy())
 
     def _fetched(self, own: list[float], workspace: Workspace) -> Headers:
         """Sum on a device; everything that this process needs of it comes by one message."""
@@ -316,16 +313,16 @@ class StepSums:
                 reduction.reduce()
             fetched = workspace.fetch(reduction.total.scalars[:0] if counted is None else counted)
             if counted is not None:
-                own[_NUM_OWN:-_NUM_TIMES] = fetched.tolist()
+                own[_COUNTERS] = fetched.tolist()
             return Headers([own])
         if self._outgoing is None:
             self._outgoing = host_memory(len(own), self._runtime.device)
         _fill(self._outgoing, own)
         sent = self._outgoing.to(self._runtime.device, non_blocking=True)
         if counted is not None:
-            sent[_NUM_OWN:-_NUM_TIMES] = counted
+            sent[_COUNTERS] = counted
         if isinstance(loss, Tensor):
-            sent[_LOSS] = loss
+            sent[_NUM_APART + _LOSS] = loss
         computed = torch.Event(self._runtime.device)
         computed.record()
         with transport.in_stream():
@@ -350,12 +347,6 @@ class StepSums:
         reduction.header.copy_(own)
         reduction.reduce()
         return reduction.headers()
-
-    def _note_asked(self, own: Sequence[float], headers: Headers) -> None:
-        """Know what code has asked for on any rank, also if that rank is lost afterwards."""
-        # In most steps there is nothing to add.
-        if (asked := headers.asked) != own[_ASKED] and self._asked is not None:
-            self._asked.add_bits(asked)
 
     def _headers(self, own: list[float]) -> Headers:
         """The headers of all ranks, in a message of their own, which comes before the sums."""

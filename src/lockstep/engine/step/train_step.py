@@ -206,8 +206,7 @@ class TrainStep:
             self.rates.begin(step, decays)
             self.placement.refresh()
             self._constants.mark(step)
-            self._audit.begin(step)
-            self._passes.is_again = self._audit.is_second
+            self._passes.is_again = self._audit.begin(step)
             self._passes.run(step, self.workspace.passes, batches, self.workspace.leaves)
             self._audit.end()
             self._constants.check(f"step {step}")
@@ -245,9 +244,10 @@ class TrainStep:
         if headers.has_failed:
             self._audit.check_failed()
         self._sums.check(step, error, headers, scalars)
-        if len(headers) > 1:
+        if not headers.are_alike:
             self._check_settings(step, headers)
-        self._audit.check(headers, scalars, self.workspace)
+        if headers.is_suspicious or self._passes.is_again:
+            self._audit.check(scalars, self.workspace)
         return Summed(scalars, headers)
 
     def _share(self, step: int, summed: Summed) -> None:
