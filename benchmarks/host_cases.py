@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-
 from comparing import Effort, compared, lockstep, peer, work
-from lockstep.launching.host.processes import usable_cores
 from page import Section, duration, ratio
-from processes import Program, Spread, alternate, run
+from processes import Program, Spread, alternate, busy_cores, run
 
 
 def allreduce(effort: Effort) -> list[Section]:
@@ -74,14 +68,3 @@ def busy(effort: Effort) -> list[Section]:
     with busy_cores():
         compared(section, programs, effort.rounds(3), [(1, 1.0, "DDP")])
     return [section]
-
-
-@contextmanager
-def busy_cores() -> Iterator[None]:
-    """Has a process compute on each core, wherever the system puts it."""
-    with ExitStack() as stack:
-        for _ in range(usable_cores()):
-            argv = [sys.executable, "-c", "while True: pass"]
-            process = stack.enter_context(subprocess.Popen(argv))
-            stack.callback(process.kill)
-        yield

@@ -6,7 +6,8 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -128,3 +129,14 @@ class Spread:
     def of_ratios(cls, above: Sequence[float], below: Sequence[float]) -> Spread:
         """Of ratios, taken round by round."""
         return cls.of([a / b for a, b in zip(above, below, strict=True)])
+
+
+@contextmanager
+def busy_cores() -> Iterator[None]:
+    """Has a process compute on each core, wherever the system puts it."""
+    with ExitStack() as stack:
+        for _ in range(usable_cores()):
+            argv = [sys.executable, "-c", "while True: pass"]
+            process = stack.enter_context(subprocess.Popen(argv))
+            stack.callback(process.kill)
+        yield

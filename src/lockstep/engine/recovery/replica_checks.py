@@ -147,9 +147,10 @@ def check_all(train_step: TrainStep, step: int) -> None:
 def _diverged(step: int, which: str) -> DivergenceError:
     return shared(
         DivergenceError(
-            f"step {step}: {which}, though all ranks must hold the same bits: memory or hardware "
-            "may be failing, or the task changed parameters outside the optimizer; the run stops, "
-            "earlier checkpoints are untouched"
+            f"step {step}: {which}, though all ranks must hold the same bits: the task, a hook or "
+            "an optimizer has changed it by what ranks do not share (a clock, the rank, a random "
+            "generator of its own), or memory or hardware is failing; the run stops, earlier "
+            "checkpoints are untouched"
         )
     )
 
