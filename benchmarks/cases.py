@@ -23,6 +23,8 @@ from processes import Program, Result, Spread, alternate, run
 MIB = 1 << 20
 _BATCHES = (1000, 64)
 """Samples a rank, of the small model."""
+_SETTLED = ("--warmup", "2000")
+"""In its first seconds each run may look for hidden state for 0.2 s in all (`guards.py`)."""
 
 
 def latency(effort: Effort) -> list[Section]:
@@ -33,7 +35,7 @@ def latency(effort: Effort) -> list[Section]:
 def _latency(effort: Effort, batch: int, target: float) -> Section:
     args = work("mlp_small", batch) + effort.length(200, 40, 5)
     programs = [
-        lockstep("Lockstep (MPI)", args, num_ranks=2),
+        lockstep("Lockstep (MPI)", (*args, *_SETTLED), num_ranks=2),
         peer("DDP (gloo)", "ddp", args),
         peer("DDP (gloo), fused Adam", "ddp", (*args, "--fused")),
         peer("Fabric (DDP, gloo)", "fabric", args),
@@ -45,6 +47,8 @@ def _latency(effort: Effort, batch: int, target: float) -> Section:
     ]
     section = Section(
         f"MLP of 9,345 parameters, batch {batch} a rank, 2 ranks",
+        "The first 2,000 steps of Lockstep are left out: in them it looks for hidden state (see "
+        "[guards](guards.md)). "
         "Peers use torch's default Adam unless `fused`, as in Lockstep, is said. `no exchange`: "
         "two separate models, the floor for a step on two ranks. `bare`: that loop with one call "
         "of MPI a step. `guarded`: it also checks by hand what Lockstep promises of a step."
@@ -75,11 +79,11 @@ def one_rank(effort: Effort) -> list[Section]:
 def _one_rank(effort: Effort, batch: int, target: float) -> Section:
     args = work("mlp_small", batch) + effort.length(300, 50, 5)
     programs = [
-        lockstep("Lockstep, 1 microbatch", args),
+        lockstep("Lockstep, 1 microbatch", (*args, *_SETTLED)),
         Program("plain loop", "peers/plain.py", args),
         Program("plain loop, fused Adam", "peers/plain.py", (*args, "--fused")),
         Program("guarded loop, fused Adam", "peers/plain.py", (*args, "--fused", "--guarded")),
-        lockstep("Lockstep, 2 microbatches", (*args, "--num-microbatches", "2")),
+        lockstep("Lockstep, 2 microbatches", (*args, *_SETTLED, "--num-microbatches", "2")),
     ]
     section = Section(
         f"MLP of 9,345 parameters, batch {batch}, 1 rank",
@@ -132,8 +136,11 @@ def scaling(effort: Effort) -> list[Section]:
     plain_loops = side_by_side(args)
     alone = Program("plain loop, fused Adam", "peers/plain.py", (*args, "--fused"))
     programs = [
-        lockstep("2 ranks", args, num_ranks=2), lockstep("1 rank", args), plain_loops, alone,
-    ]  # fmt: skip
+        lockstep("2 ranks", (*args, *_SETTLED), num_ranks=2),
+        lockstep("1 rank", (*args, *_SETTLED)),
+        plain_loops,
+        alone,
+    ]
     section = Section(
         "Lockstep from 1 to 2 ranks, batch 1000 a rank",
         "The MLP of 9,345 parameters, one microbatch a rank. Two independent loops show "
