@@ -23,8 +23,6 @@ from processes import Program, Result, Spread, alternate, run
 MIB = 1 << 20
 _BATCHES = (1000, 64)
 """Samples a rank, of the small model."""
-_SETTLED = ("--warmup", "2000")
-"""In its first seconds each run may look for hidden state for 0.2 s in all (`guards.py`)."""
 
 
 def latency(effort: Effort) -> list[Section]:
@@ -35,7 +33,7 @@ def latency(effort: Effort) -> list[Section]:
 def _latency(effort: Effort, batch: int, target: float) -> Section:
     args = work("mlp_small", batch) + effort.length(200, 40, 5)
     programs = [
-        lockstep("Lockstep (MPI)", (*args, *_SETTLED), num_ranks=2),
+        lockstep("Lockstep (MPI)", (*args, *effort.settled), num_ranks=2),
         peer("DDP (gloo)", "ddp", args),
         peer("DDP (gloo), fused Adam", "ddp", (*args, "--fused")),
         peer("Fabric (DDP, gloo)", "fabric", args),
@@ -79,11 +77,11 @@ def one_rank(effort: Effort) -> list[Section]:
 def _one_rank(effort: Effort, batch: int, target: float) -> Section:
     args = work("mlp_small", batch) + effort.length(300, 50, 5)
     programs = [
-        lockstep("Lockstep, 1 microbatch", (*args, *_SETTLED)),
+        lockstep("Lockstep, 1 microbatch", (*args, *effort.settled)),
         Program("plain loop", "peers/plain.py", args),
         Program("plain loop, fused Adam", "peers/plain.py", (*args, "--fused")),
         Program("guarded loop, fused Adam", "peers/plain.py", (*args, "--fused", "--guarded")),
-        lockstep("Lockstep, 2 microbatches", (*args, *_SETTLED, "--num-microbatches", "2")),
+        lockstep("Lockstep, 2 microbatches", (*args, *effort.settled, "--num-microbatches", "2")),
     ]
     section = Section(
         f"MLP of 9,345 parameters, batch {batch}, 1 rank",
@@ -136,8 +134,8 @@ def scaling(effort: Effort) -> list[Section]:
     plain_loops = side_by_side(args)
     alone = Program("plain loop, fused Adam", "peers/plain.py", (*args, "--fused"))
     programs = [
-        lockstep("2 ranks", (*args, *_SETTLED), num_ranks=2),
-        lockstep("1 rank", (*args, *_SETTLED)),
+        lockstep("2 ranks", (*args, *effort.settled), num_ranks=2),
+        lockstep("1 rank", (*args, *effort.settled)),
         plain_loops,
         alone,
     ]

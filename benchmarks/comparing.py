@@ -30,6 +30,12 @@ class Effort:
             steps, warmup, repeats = max(1, steps // 20), 1, 1
         return ("--steps", str(steps), "--warmup", str(warmup), "--repeats", str(repeats))
 
+    @property
+    def settled(self) -> tuple[str, ...]:
+        """The arguments that leave out the steps in which Lockstep looks for hidden state most."""
+        # In its first seconds a run may do so for 0.2 s in all (`guards.py`).
+        return () if self.quick else ("--warmup", "2000")
+
 
 def compared(
     section: Section,

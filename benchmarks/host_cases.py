@@ -56,7 +56,7 @@ def busy(effort: Effort) -> list[Section]:
     """Ranks on cores that others use, too."""
     args = work("mlp_small", 64) + effort.length(100, 20, 5)
     programs = [
-        lockstep("Lockstep (MPI)", args, num_ranks=2),
+        lockstep("Lockstep (MPI)", (*args, *effort.settled), num_ranks=2),
         peer("DDP (gloo)", "ddp", args),
         peer("DDP (gloo), fused Adam", "ddp", (*args, "--fused")),
     ]

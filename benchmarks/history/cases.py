@@ -139,7 +139,7 @@ CASES: Mapping[str, Case] = MappingProxyType(
             "step of mlp_small, batch 64 a rank, beside busy processes",
             _step_s,
             2,
-            _lasting("mlp_small", 64, (100, 20, 5)),
+            _lasting("mlp_small", 64, _SMALL),
             beside=busy_cores,
         ),
         "stall-2": _loop(
