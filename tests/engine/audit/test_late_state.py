@@ -672,12 +672,27 @@ def test_repetitions_that_take_too_long_are_tried_again_once_there_is_time(
     now = 100.0
     in_all = (now + 3.0) * 0.002  # in three seconds there will be time for it
     state.postpone_tries(first, in_all, step_s=0.1)
+    assert not state.is_due(first)
     dropped = tries - state.tries
     assert {step for step in tries if step < first + 30} >= dropped != set()
     assert state.quiet == quiet | dropped
     assert not [step for step in dropped if state.is_due(step)]
     state.is_due(300)  # the next hundred
     assert len(state.tries) > len(tries) / 2
+
+
+def test_repetitions_go_on_where_steps_have_become_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(pass_state, "perf_counter", lambda: now)
+    state = watched(900, checkpoint={"every": 1000})
+    state.is_due(200)
+    tries = len(state.tries)
+    state.postpone_tries(min(state.tries), needed_s=100.0, step_s=0.1)
+    state.is_due(300)
+    assert len(state.tries) < tries / 2
+    state.next_try = 0  # there was time after all, for a step that is tried in any case
+    state.is_due(400)
+    assert len(state.tries) > tries / 2
 
 
 def test_one_of_each_hundred_steps_is_looked_at_wherever_a_session_begins() -> None:

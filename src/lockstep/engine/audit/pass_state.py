@@ -70,8 +70,7 @@ class ForeseenSaves:
         self, config: TrainConfig, sampler: BatchLayout, total_steps: int, has_validation: bool
     ) -> None:
         self._layout, self._every = sampler, {config.checkpoint.every}
-        if has_validation:  # the best parameters are saved
-            self._every.add(config.eval_every)
+        self._every |= {config.eval_every} if has_validation else set()  # for the best ones
         self._ends = {total_steps, config.stop_at_step or total_steps}
 
     def among(self, counts: range) -> set[int]:
@@ -101,6 +100,7 @@ class PassState:
         at_start: texts of the state before the first step of this process.
         caches: those of them that can be cleared for a while.
         tries: steps, near the one of the last `is_due`, that are repeated if there is time.
+        next_try: the first step that may be among them for want of a better reason.
         quiet: those near it that are neither repeated nor looked at.
         is_repetition_due: whether the next step is repeated, whatever is planned.
         optimizers: state and groups of optimizers, of which ranks may have parts. A task that
@@ -146,8 +146,7 @@ class PassState:
         self._is_free = True  # looks in few steps do not count
         self._block, self._looks = range(0), {-1}
         self.tries, self.quiet = {-1}, set[int]()
-        self._sampled, self._next_try = set[int](), 1 << _POWERS
-        self.is_repetition_due = False
+        self.next_try, self.is_repetition_due = 1 << _POWERS, False
 
     def open(self) -> None:
         """Begin to watch."""
@@ -265,15 +264,9 @@ class PassState:
         self._looks = {drawn, *(count - 1 for count in saved)}
         # What begins late may be of effect now and then only.
         often = {s for s in block if (s * _GOLDEN + self._seed) % (1 << 32) < _TRIED}
-        kept = self._looks | _ALWAYS_REPEATED.intersection(block)
-        self._sampled = often.union(self._saves.first_of_epochs(block)) - kept
-        self.tries = kept | self._sampled
-        self._drop_tries()
-
-    def _drop_tries(self) -> None:
-        dropped = {s for s in self._sampled if s < self._next_try}
-        self.tries -= dropped
-        self.quiet = {*self._block} - self.tries - _POWERS_OF_TWO
+        tried = {s for s in often.union(self._saves.first_of_epochs(block)) if s >= self.next_try}
+        self.tries = tried | self._looks | _ALWAYS_REPEATED.intersection(block)
+        self.quiet = {*block} - self.tries - _POWERS_OF_TWO
 
     def postpone_tries(self, step: int, needed_s: float, step_s: float) -> None:
         """Leave out steps for whose repetition there will be no time.
@@ -283,10 +276,10 @@ class PassState:
             needed_s: seconds that repetitions would have taken with it, in all.
             step_s: seconds that a step takes.
         """
-        if step in self._sampled:
+        if step >= self.next_try:
             left = needed_s / _MOST_TIME - (perf_counter() - self._began)
-            self._next_try = step + max(1, int(left / step_s))
-            self._drop_tries()
+            self.next_try = step + max(1, int(left / step_s))
+            self._block, self.quiet = range(0), set()  # plan again
 
     def affordable(self) -> float:
         """Seconds that each kind of check may have taken so far."""

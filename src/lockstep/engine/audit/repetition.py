@@ -266,6 +266,7 @@ class StepAudit:
         self._worked, self._counted = worked, self._step
         needed = max(passes_s, step_s, self._repetition_s)
         if needed <= self._state.seconds_to_repeat(self._step, self._spent):
+            self._state.next_try = 0  # steps may have become longer
             return True
         self._state.postpone_tries(self._step, self._spent + needed, max(passes_s, step_s))
         return False

@@ -121,8 +121,7 @@ class Headers:
                 most, least = [*map(max, *each)], [*map(min, *each)]
         self._most: list[float] = most
         self.has_failed, self.grows = most[_FAILED] > 0, most[_GROWS] > 0
-        self.is_suspicious = most[_SUSPICIOUS] > 0
-        self.stop_reason = STOP_REASONS[int(most[_STOP])]
+        self.is_suspicious, self.stop_reason = most[_SUSPICIOUS] > 0, STOP_REASONS[int(most[_STOP])]
         self.asked, self.stored = int(most[_ASKED]), int(self._rows[0][_STORED])
         if most[_ASKED] != least[_ASKED]:
             self.asked = int(np.bitwise_or.reduce(self._column(_NUM_APART + _ASKED).astype(int)))
