@@ -49,16 +49,16 @@ def alone(tmp_path_factory):
         ),
         *(
             pytest.param(task, launcher, 3, keys, faults, marks=pytest.mark.slow)
-            for task, keys in (
-                ("Searched", ()), ("Sharp", ()), ("Free", ()), ("Cycled", ()),
-                ("Cycled", ("sharding=gradients",)),
+            for task, keys, moment in (
+                ("Searched", (), "search"), ("Sharp", (), "search"), ("Free", (), "reduced"),
+                ("Cycled", (), "reduced"), ("Cycled", ("sharding=gradients",), "reduced"),
             )
             for launcher in ("local", "mpi")
             for faults in (
                 [],
-                [PlannedFault(0, 3, "committed"), PlannedFault(1, 4, "summing")],
+                [PlannedFault(0, 3, "committed"), PlannedFault(1, 4, "reduce")],
                 [PlannedFault(0, 3, "optimizer"), PlannedFault(2, 6, "compute")],
-                [PlannedFault(1, 4, "search", delay_s=0.004), PlannedFault(2, 5, "evaluate")],
+                [PlannedFault(1, 4, moment, delay_s=0.004), PlannedFault(2, 5, "evaluate")],
             )
         ),
     ],
