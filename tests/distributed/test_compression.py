@@ -118,7 +118,7 @@ def test_a_task_keeps_its_own_carry_and_rows_beside(train_kind, alone, tmp_path,
     "faults",
     [
         [(1, 7, "reduce"), (0, 12, "copied")],
-        [(0, 0, "forward"), (2, 9, "committed")],
+        [(0, 0, "compute"), (2, 9, "committed")],
         [(2, 8, "reduced"), (1, 9, "copy")],
         [(1, 5, "checkpoint"), (0, 13, "optimizer")],
     ],

@@ -15,7 +15,7 @@ from tests.conftest import environment
 from lockstep.comm.call_records import read_calls
 
 PROGRAM = """
-import os, signal, sys, time
+import os, signal, subprocess, sys, time
 from pathlib import Path
 from lockstep.comm.calls import CallRing
 from lockstep.engine.runtime import Heartbeat
@@ -48,7 +48,10 @@ with Watchdog(heartbeat.fd, 0.6, *files, stays=stays):
         os.kill(int(child), getattr(signal, name))
         time.sleep(0.4)
         assert (children() == [child]) == (name in ("SIGINT", "SIGTERM")), name
-    if sys.argv[1] in ("stop", "without a watchdog stop"):
+    if sys.argv[1] == "stop and lose the watchdog":
+        [child] = children()
+        subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -KILL {child}"])
+    if sys.argv[1].startswith(("stop", "without")):
         os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(1)
     elif sys.argv[1] in ("sleep", "loop"):
@@ -101,6 +104,7 @@ def run(tmp_path: Path, what: str) -> tuple[subprocess.CompletedProcess[str], fl
     "what",
     [
         "stop",
+        "stop and lose the watchdog",
         "without a watchdog stop",
         "leave and stop",
         pytest.param("sleep", marks=pytest.mark.slow),
@@ -112,7 +116,7 @@ def test_a_process_that_stands_still_is_killed(tmp_path: Path, what: str) -> Non
     assert done.returncode == -signal.SIGKILL
     reason = json.loads((tmp_path / "report.json").read_text())["reason"]
     assert reason in done.stderr
-    is_stopped = what.endswith("stop")
+    is_stopped = "stop" in what
     assert ("was stopped by a signal for 0.6 s" if is_stopped else "did nothing for") in reason
     if not is_stopped:
         assert "in stand_still" in reason

@@ -5,7 +5,8 @@ all others waiting for ever. Its watchdog reads its heartbeat. When that has sto
 long, it saves the rank's Python stack and newest calls, and kills the rank. A rank that waits for
 others is not the one that hangs. The newest calls of a rank that has waited for long are saved too:
 the launcher may end all ranks once one is dead, and ranks that have made different calls wait for
-each other for ever. A rank whose watchdog has been killed or stopped starts another one.
+each other for ever. A rank whose watchdog has been killed or stopped starts another one. A rank
+that is stopped cannot, so each watchdog has a deputy, which sleeps until the watchdog has ended.
 
 This file is also run as a script, without site packages and without importing `lockstep`.
 """
@@ -18,11 +19,13 @@ import faulthandler
 import json
 import mmap
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -38,10 +41,13 @@ _PATIENCE = 0.5
 """Part of the timeout after which the calls of a waiting rank are written to a file."""
 _LIFE_S = 0.1
 """A watchdog is replaced this long after it was started, at the earliest: it may fail each time."""
+_REPLACED_S = 10 * _LIFE_S
+"""A rank that runs has replaced its watchdog by then."""
 _STOPS = {
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
 }  # fmt: skip
 """Signals to the rank's process group that ask the rank to stop: its watchdog stays meanwhile."""
+_STOPPED = "was stopped by a signal for {:g} s"
 _FACTOR = 10
 """A rank may pause this many times as long as its longest pause so far."""
 _WAITS = ("", "in one call: another rank, or its host, does not answer", "for the disk of its run")
@@ -173,6 +179,8 @@ def main(
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     heartbeat = memoryview(mmap.mmap(heartbeat_fd, 24, prot=mmap.PROT_READ)).cast("q")
     poll_s = min(_POLL_S, timeout_s / 10)
+    with contextlib.suppress(OSError):  # an old kernel
+        _appoint_deputy(pid, timeout_s, poll_s, end)
     longest_s = 0.0
     beats, since, stopped_since = heartbeat[0], time.monotonic(), 0.0
     waiting_beats, waiting_since = heartbeat[0], since
@@ -198,10 +206,39 @@ def main(
         stopped_since = (stopped_since or now) if _is_stopped(pid) else 0.0
         if stopped_since:
             if now - stopped_since > timeout_s:
-                end(f"was stopped by a signal for {timeout_s:g} s", is_stopped=True)
+                end(_STOPPED.format(timeout_s), is_stopped=True)
         elif heartbeat[2] and now - since > max(timeout_s, _FACTOR * longest_s):
             end(f"did nothing for {now - since:.1f} s")
         time.sleep(poll_s)
+
+
+def _appoint_deputy(pid: int, timeout_s: float, poll_s: float, end: Callable[..., None]) -> None:
+    """Start a process that ends the rank if it is stopped when this one has been killed.
+
+    Raises:
+        OSError: there is no way to.
+    """
+    rank = os.pidfd_open(pid)
+    told, life = os.pipe()
+    if os.fork():
+        os.close(told)  # the other end stays open as long as this process lives
+        return
+    os.close(life)
+    os.read(told, 1)
+    ran = time.monotonic()
+    stopped = 0.0
+    while not select.select([rank], [], [], poll_s)[0]:  # until it ends
+        now = time.monotonic()
+        if not _is_stopped(pid):
+            ran, stopped = (now if stopped else ran), 0.0
+            if now - ran > _REPLACED_S:
+                break
+            continue
+        stopped = stopped or now
+        if now - stopped > timeout_s:
+            end(_STOPPED.format(timeout_s), is_stopped=True)
+            break
+    os._exit(0)
 
 
 def _is_stopped(pid: int) -> bool:
