@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from comparing import (
+    SETTLED,
     Effort,
     bare_mpi,
     compared,
@@ -45,11 +46,9 @@ def _latency(effort: Effort, batch: int, target: float) -> Section:
     ]
     section = Section(
         f"MLP of 9,345 parameters, batch {batch} a rank, 2 ranks",
-        "The first 2,000 steps of Lockstep are left out: in them it looks for hidden state (see "
-        "[guards](guards.md)). "
-        "Peers use torch's default Adam unless `fused`, as in Lockstep, is said. `no exchange`: "
-        "two separate models, the floor for a step on two ranks. `bare`: that loop with one call "
-        "of MPI a step. `guarded`: it also checks by hand what Lockstep promises of a step."
+        f"{SETTLED}Peers use torch's default Adam unless `fused`, as in Lockstep, is said. "
+        "`no exchange`: two separate models, the floor for a step on two ranks. `bare`: that loop "
+        "with one call of MPI a step. `guarded`: it also checks by hand what Lockstep promises."
         if batch == _BATCHES[0]
         else "As above.",
     )
@@ -141,7 +140,7 @@ def scaling(effort: Effort) -> list[Section]:
     ]
     section = Section(
         "Lockstep from 1 to 2 ranks, batch 1000 a rank",
-        "The MLP of 9,345 parameters, one microbatch a rank. Two independent loops show "
+        f"{SETTLED}The MLP of 9,345 parameters, one microbatch a rank. Two independent loops show "
         "the contention between processes.",
     )
     compared(section, programs, effort.rounds(5), [(1, 1.8, "1 rank")])

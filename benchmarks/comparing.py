@@ -9,6 +9,12 @@ from typing import Any
 from page import Section, duration, number, ratio
 from processes import Program, Spread, alternate
 
+SETTLED = (
+    "The first 2,000 steps of Lockstep are left out: in them it looks for hidden state (see "
+    "[guards](guards.md)). "
+)
+"""What pages say of `Effort.settled`."""
+
 
 @dataclass(frozen=True)
 class Effort:

@@ -82,7 +82,10 @@ def _step(
     """A step of a model; `length` is steps, warm-up and repeats."""
     text, more = f"step of {model}, batch {batch} a rank", tuple[str, ...]()
     if parts > 1:
-        text, more = f"{text} in {parts}", ("--num-microbatches", str(parts * num_ranks))
+        text, more = (
+            f"{text} in {parts} microbatches",
+            ("--num-microbatches", str(parts * num_ranks)),
+        )
     return _loop(text, _step_s, num_ranks, _lasting(model, batch, length) + more)
 
 

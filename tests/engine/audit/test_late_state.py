@@ -665,13 +665,14 @@ def test_repetitions_that_take_too_long_are_tried_again_once_there_is_time(
 ) -> None:
     now = 0.0
     monkeypatch.setattr(pass_state, "perf_counter", lambda: now)
+    monkeypatch.setattr(pass_state, "_LEAST_SECONDS", 0.1)
     state = watched(600, checkpoint={"every": 1000})
     state.is_due(200)
     tries, quiet = {*state.tries}, {*state.quiet}
     first = min(tries)
     now = 100.0
-    in_all = (now + 3.0) * 0.002  # in three seconds there will be time for it
-    state.postpone_tries(first, in_all, step_s=0.1)
+    spent = 0.002 * now
+    assert not state.may_repeat(first, 0.002 * 3, spent, step_s=0.1)  # but in three seconds
     assert not state.is_due(first)
     dropped = tries - state.tries
     assert {step for step in tries if step < first + 30} >= dropped != set()
@@ -684,13 +685,15 @@ def test_repetitions_that_take_too_long_are_tried_again_once_there_is_time(
 def test_repetitions_go_on_where_steps_have_become_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(pass_state, "perf_counter", lambda: now)
+    monkeypatch.setattr(pass_state, "_LEAST_SECONDS", 0.1)
     state = watched(900, checkpoint={"every": 1000})
     state.is_due(200)
     tries = len(state.tries)
-    state.postpone_tries(min(state.tries), needed_s=100.0, step_s=0.1)
+    assert not state.may_repeat(min(state.tries), 100.0, 0.0, step_s=0.1)
     state.is_due(300)
     assert len(state.tries) < tries / 2
-    state.next_try = 0  # there was time after all, for a step that is tried in any case
+    now = 1e6
+    assert state.may_repeat(min(state.tries), 100.0, 0.0, step_s=0.1)  # one that is tried anyway
     state.is_due(400)
     assert len(state.tries) > tries / 2
 

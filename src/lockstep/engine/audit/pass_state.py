@@ -70,7 +70,8 @@ class ForeseenSaves:
         self, config: TrainConfig, sampler: BatchLayout, total_steps: int, has_validation: bool
     ) -> None:
         self._layout, self._every = sampler, {config.checkpoint.every}
-        self._every |= {config.eval_every} if has_validation else set()  # for the best ones
+        # After an evaluation, the best parameters may be.
+        self._every |= {config.eval_every} if has_validation else set()
         self._ends = {total_steps, config.stop_at_step or total_steps}
 
     def among(self, counts: range) -> set[int]:
@@ -100,7 +101,6 @@ class PassState:
         at_start: texts of the state before the first step of this process.
         caches: those of them that can be cleared for a while.
         tries: steps, near the one of the last `is_due`, that are repeated if there is time.
-        next_try: the first step that may be among them for want of a better reason.
         quiet: those near it that are neither repeated nor looked at.
         is_repetition_due: whether the next step is repeated, whatever is planned.
         optimizers: state and groups of optimizers, of which ranks may have parts. A task that
@@ -146,7 +146,7 @@ class PassState:
         self._is_free = True  # looks in few steps do not count
         self._block, self._looks = range(0), {-1}
         self.tries, self.quiet = {-1}, set[int]()
-        self.next_try, self.is_repetition_due = 1 << _POWERS, False
+        self._next_try, self.is_repetition_due = 1 << _POWERS, False
 
     def open(self) -> None:
         """Begin to watch."""
@@ -264,22 +264,27 @@ class PassState:
         self._looks = {drawn, *(count - 1 for count in saved)}
         # What begins late may be of effect now and then only.
         often = {s for s in block if (s * _GOLDEN + self._seed) % (1 << 32) < _TRIED}
-        tried = {s for s in often.union(self._saves.first_of_epochs(block)) if s >= self.next_try}
+        tried = {s for s in often.union(self._saves.first_of_epochs(block)) if s >= self._next_try}
         self.tries = tried | self._looks | _ALWAYS_REPEATED.intersection(block)
         self.quiet = {*block} - self.tries - _POWERS_OF_TWO
 
-    def postpone_tries(self, step: int, needed_s: float, step_s: float) -> None:
-        """Leave out steps for whose repetition there will be no time.
+    def may_repeat(self, step: int, needed: float, spent: float, step_s: float) -> bool:
+        """Whether there is time to repeat a step; without, few are tried until there will be.
 
         Args:
-            step: number of a step for which there was none.
-            needed_s: seconds that repetitions would have taken with it, in all.
+            step: number of the step.
+            needed: seconds that it takes to repeat it.
+            spent: seconds that were spent on repeating steps.
             step_s: seconds that a step takes.
         """
-        if step >= self.next_try:
-            left = needed_s / _MOST_TIME - (perf_counter() - self._began)
-            self.next_try = step + max(1, int(left / step_s))
+        if needed <= self.seconds_to_repeat(step, spent):
+            self._next_try = 0  # steps may have become longer than foreseen
+            return True
+        if step >= self._next_try:
+            left = (spent + needed) / _MOST_TIME - (perf_counter() - self._began)
+            self._next_try = step + max(1, int(left / step_s))
             self._block, self.quiet = range(0), set()  # plan again
+        return False
 
     def affordable(self) -> float:
         """Seconds that each kind of check may have taken so far."""

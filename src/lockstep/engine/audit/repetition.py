@@ -265,11 +265,7 @@ class StepAudit:
         step_s = (worked - self._worked) / max(1, self._step - self._counted)
         self._worked, self._counted = worked, self._step
         needed = max(passes_s, step_s, self._repetition_s)
-        if needed <= self._state.seconds_to_repeat(self._step, self._spent):
-            self._state.next_try = 0  # steps may have become longer
-            return True
-        self._state.postpone_tries(self._step, self._spent + needed, max(passes_s, step_s))
-        return False
+        return self._state.may_repeat(self._step, needed, self._spent, max(passes_s, step_s))
 
     def leave(self) -> None:
         """An exception has interrupted the passes."""

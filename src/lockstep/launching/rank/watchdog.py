@@ -225,18 +225,14 @@ def _appoint_deputy(pid: int, timeout_s: float, poll_s: float, end: Callable[...
         return
     os.close(life)
     os.read(told, 1)
-    ran = time.monotonic()
-    stopped = 0.0
+    since, was_stopped = time.monotonic(), False
     while not select.select([rank], [], [], poll_s)[0]:  # until it ends
-        now = time.monotonic()
-        if not _is_stopped(pid):
-            ran, stopped = (now if stopped else ran), 0.0
-            if now - ran > _REPLACED_S:
-                break
-            continue
-        stopped = stopped or now
-        if now - stopped > timeout_s:
+        now, is_stopped = time.monotonic(), _is_stopped(pid)
+        if is_stopped != was_stopped:
+            since, was_stopped = now, is_stopped
+        elif is_stopped and now - since > timeout_s:
             end(_STOPPED.format(timeout_s), is_stopped=True)
+        elif not is_stopped and now - since > _REPLACED_S:
             break
     os._exit(0)
 
