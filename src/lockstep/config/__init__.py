@@ -15,14 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.config.reading import (
-        Config,
-        build,
-        load,
-        override,
-        override_data,
-        with_keys,
-    )
+    from lockstep.config.reading import Config, build, load, override, override_data, with_keys
     from lockstep.config.section import (
         NO_OUTCOME,
         OF_MODEL,

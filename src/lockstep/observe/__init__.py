@@ -33,22 +33,11 @@ from lockstep.engine.events import (
     StepDone,
     Warned,
 )
-from lockstep.observe.showing.console import (
-    ConsoleView,
-    NotebookView,
-    QuietView,
-    in_notebook,
-)
+from lockstep.observe.showing.console import ConsoleView, NotebookView, QuietView, in_notebook
 from lockstep.observe.sink import Sink, Sinks
 from lockstep.observe.step_costs import Measured, Predicted, StepCost, StepMeter
 from lockstep.observe.storing.files import MOST_PICTURES, Pictures
-from lockstep.observe.storing.jsonl import (
-    EventsJsonl,
-    dumps,
-    event_from_row,
-    read_events,
-    row_of,
-)
+from lockstep.observe.storing.jsonl import EventsJsonl, dumps, event_from_row, read_events, row_of
 from lockstep.observe.storing.metrics_csv import MetricsCsv
 from lockstep.observe.storing.result import ResultJson, read_result
 from lockstep.observe.trackers.tracker_sink import TensorBoard, TrackerSink

@@ -15,12 +15,7 @@ from rich.table import Table
 
 from lockstep.cli.clusters.comm_profile_rank import Request, command, measured
 from lockstep.cli.options import check_writable, shown_status
-from lockstep.errors import (
-    ConfigError,
-    LaunchError,
-    LockstepError,
-    RankFailure,
-)
+from lockstep.errors import ConfigError, LaunchError, LockstepError, RankFailure
 from lockstep.launching.job.commands import RankCommand, rank_environment
 from lockstep.launching.job.run import Captured, capture
 from lockstep.launching.rank.environment import detect

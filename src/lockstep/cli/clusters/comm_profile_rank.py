@@ -21,12 +21,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from lockstep.cli.clusters.comm_profile_calls import (
-    grouped,
-    joined,
-    joined_torch,
-    open_torch,
-)
+from lockstep.cli.clusters.comm_profile_calls import grouped, joined, joined_torch, open_torch
 from lockstep.cli.clusters.comm_profile_profiler import (
     Facts,
     Profiler,

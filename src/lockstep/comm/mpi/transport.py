@@ -14,15 +14,7 @@ from torch import Tensor
 
 from lockstep.comm.ahead import FEW_RANKS, AheadTransport
 from lockstep.comm.calls import CallGroup
-from lockstep.comm.mpi.growth import (
-    Growth,
-    Joiner,
-    agreed,
-    join,
-    shrunk_to_living,
-    take_in,
-    whole,
-)
+from lockstep.comm.mpi.growth import Growth, Joiner, agreed, join, shrunk_to_living, take_in, whole
 from lockstep.comm.mpi.library import (
     DATATYPES,
     MPI,

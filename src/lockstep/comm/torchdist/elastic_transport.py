@@ -14,10 +14,7 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep.comm.calls import CallGroup
-from lockstep.comm.torchdist.process_group_transport import (
-    GroupTransport,
-    Subgroup,
-)
+from lockstep.comm.torchdist.process_group_transport import GroupTransport, Subgroup
 from lockstep.comm.torchdist.store import LOOPBACK, device_group
 from lockstep.comm.torchdist.supervision import GenerationLost, Supervision
 from lockstep.comm.torchdist.waiting import (

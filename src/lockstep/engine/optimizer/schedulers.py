@@ -22,12 +22,7 @@ from lockstep.config import TrainConfig
 from lockstep.config.parsing import shown
 from lockstep.engine.audit.pass_state import is_check_due
 from lockstep.engine.audit.reachable import fingerprints, optimizers_in
-from lockstep.engine.optimizer.choice import (
-    check_none_attached,
-    own_groups,
-    parts_of,
-    stepping_in,
-)
+from lockstep.engine.optimizer.choice import check_none_attached, own_groups, parts_of, stepping_in
 from lockstep.engine.optimizer.optimizer_state import from_json, to_json
 from lockstep.engine.optimizer.schedule import decoded, encoded
 from lockstep.engine.task import Task

@@ -31,12 +31,7 @@ from lockstep.engine.tables.run_tables import tables_of
 from lockstep.engine.task import Task, has_carry
 from lockstep.errors import ConfigError, TaskError
 from lockstep.nn.cutting import check_state_dict, cut, shards_of
-from lockstep.nn.deferred import (
-    ParameterDraws,
-    RefusedReads,
-    build_without_numbers,
-    numbers_given,
-)
+from lockstep.nn.deferred import ParameterDraws, RefusedReads, build_without_numbers, numbers_given
 from lockstep.nn.holding import is_released, say_what_is_held
 from lockstep.nn.module_row import ModuleRow
 from lockstep.nn.row import row_of, set_row

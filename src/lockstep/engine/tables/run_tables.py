@@ -22,13 +22,7 @@ from lockstep.engine.runtime import Runtime, everywhere
 from lockstep.engine.step.memory import check_table_memory
 from lockstep.engine.tables.exchange import OwnedParts, redistribute
 from lockstep.engine.tables.files import load_tables, scattered_tables
-from lockstep.engine.tables.table import (
-    WEIGHT,
-    DistributedTable,
-    Part,
-    check_row_optimizer,
-    widths,
-)
+from lockstep.engine.tables.table import WEIGHT, DistributedTable, Part, check_row_optimizer, widths
 from lockstep.engine.task import Task
 from lockstep.engine.task_config import has_lookups
 from lockstep.errors import ConfigError, TaskError

@@ -30,11 +30,7 @@ if TYPE_CHECKING:
         bit_strings,
         lowest_energies,
     )
-    from lockstep.systems.quantum.grouping import (
-        Group,
-        commuting_groups,
-        pauli_rotation,
-    )
+    from lockstep.systems.quantum.grouping import Group, commuting_groups, pauli_rotation
     from lockstep.systems.quantum.hamiltonian import PauliOperator
     from lockstep.systems.quantum.interop.dynamic import (
         dynamic_from_qasm,

@@ -21,14 +21,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.errors import DataError, LockstepError, needing
-from lockstep.systems.ufs.decoding import (
-    KEYS,
-    Masked,
-    Unusable,
-    check_whole,
-    decoded,
-    printable,
-)
+from lockstep.systems.ufs.decoding import KEYS, Masked, Unusable, check_whole, decoded, printable
 from lockstep.systems.ufs.fields import accepted, spelt
 
 MOST_CPU_S = 5.0

@@ -15,14 +15,7 @@ from lockstep.config.parsing import parse_int, shown
 from lockstep.errors import ConfigError, DataError
 from lockstep.systems.hrm.data import maze
 from lockstep.systems.hrm.data.sudoku_board import to_tokens
-from lockstep.systems.hrm.reports.rules import (
-    Cells,
-    Kind,
-    Tokens,
-    is_solved,
-    mistakes,
-    repeated,
-)
+from lockstep.systems.hrm.reports.rules import Cells, Kind, Tokens, is_solved, mistakes, repeated
 from lockstep.systems.hrm.reports.trained_model import Answers
 
 NUMBERED = "val:"

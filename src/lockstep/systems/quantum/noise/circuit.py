@@ -13,12 +13,7 @@ from torch import Tensor
 
 from lockstep.errors import ConfigError
 from lockstep.systems.quantum.circuits.angles import as_integer, kind_of
-from lockstep.systems.quantum.circuits.circuit import (
-    Circuit,
-    Gate,
-    check_num_qubits,
-    gate,
-)
+from lockstep.systems.quantum.circuits.circuit import Circuit, Gate, check_num_qubits, gate
 from lockstep.systems.quantum.noise.channels import Channel
 from lockstep.systems.quantum.simulation.measure import check_probabilities
 

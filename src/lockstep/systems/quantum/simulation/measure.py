@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError
-from lockstep.systems.quantum.circuits.angles import (
-    as_count,
-    as_integer,
-    as_number,
-    kind_of,
-)
+from lockstep.systems.quantum.circuits.angles import as_count, as_integer, as_number, kind_of
 from lockstep.systems.quantum.simulation.adjoint import is_transformed
 
 _MOST_CATEGORIES = 1 << 24
