@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import ctypes
 import functools
+import gc
 import hashlib
 import io
 import itertools
@@ -145,3 +146,18 @@ def test_a_look_leaves_a_tensor_free_to_give_back_its_memory() -> None:
     tensor = torch.arange(8.0)
     hidden_state({"tensor": tensor})
     tensor.untyped_storage().resize_(0)  # an error once numpy has had it
+
+
+def test_a_class_that_was_looked_at_is_not_kept() -> None:
+    """With its functions it may hold much else, as one of a notebook's cell does."""
+
+    def look() -> weakref.ref[type]:
+        class Here(dict[str, int]):
+            count = 1
+
+        hidden_state({"value": [Here(), Here]})
+        return weakref.ref(Here)
+
+    kind = look()
+    gc.collect()
+    assert kind() is None

@@ -7,19 +7,16 @@ compared by path.
 
 from __future__ import annotations
 
-import array
 import contextvars
 import functools
-import gc
 import itertools
-import sys
 import threading
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,13 +26,14 @@ from torch import Tensor, nn
 from lockstep.data.attributes import WatchedAttribute
 from lockstep.data.random import GENERATORS, AnyGenerator, is_global
 from lockstep.engine.audit.reachable import (
-    MEMORY,
+    ITERATORS,
     MOST_BYTES,
-    STREAMS,
+    WEAK,
     has_text,
     is_library,
-    leaf,
+    results_kept,
     short,
+    text_of,
 )
 
 _MOST_OBJECTS = 50_000
@@ -49,32 +47,13 @@ _PLAIN = (
 )  # fmt: skip
 _PLAIN_TYPES = frozenset({bool, int, float, complex, str, type(None)})
 _BUILT_IN = frozenset({dict, list, tuple, set, OrderedDict})
-"""Types of most objects: neither opaque, nor generators, nor of a user's own class."""
-_ITERATORS: tuple[type[Any], ...] = (
-    type(iter([])), type(iter(())), type(iter(range(0))), type(iter("")), type(iter({})),
-    type(iter({}.values())), type(iter({}.items())), type(iter(set())), type(reversed([])),
-    reversed, zip, map, filter, enumerate, itertools.chain, itertools.cycle, itertools.islice,
-    itertools.repeat, itertools.accumulate, itertools.starmap, itertools.takewhile,
-    itertools.dropwhile, itertools.compress, itertools.product, itertools.permutations,
-)  # fmt: skip
-"""Types of iterators whose position can be read, since they can be pickled."""
+"""Collections without attributes."""
 _CONTAINERS = (dict, list, set, deque, bytearray, np.ndarray, Tensor)
 """Types that passes may keep something in, and whose content can be restored."""
 _COLLECTIONS = (dict, list, tuple, deque, set, frozenset)
 """Types whose subclasses have attributes beside their items."""
-_LINK = "_lru_list_elem"
 HOOKS = frozenset(n for n, v in vars(nn.Module()).items() if isinstance(v, OrderedDict))
 """Attributes of each module. Empty, they would be half of all objects, and are left out."""
-_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
-_STATEFUL = (
-    int, float, np.generic, bytearray, array.array, Tensor, np.ndarray, list, dict, set, deque,
-    itertools.count, types.GeneratorType, types.FunctionType, functools.partial,
-    functools._lru_cache_wrapper, types.MethodType, types.BuiltinMethodType, contextvars.ContextVar,
-    threading.local, *_ITERATORS, *_WEAK,
-    *MEMORY, *STREAMS, *GENERATORS,
-)  # fmt: skip
-"""Types of a script's global variables that are looked at, beside objects of its classes."""
-_STATEFUL_TYPES = frozenset(_STATEFUL)
 _OF_ENGINE = (
     "lockstep.comm.", "lockstep.parallel.", "lockstep.engine.", "lockstep.observe.",
     "lockstep.nn.module_row", "lockstep.nn.row_trace",
@@ -117,45 +96,6 @@ def differing(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     return [path for path in {**before, **after} if before.get(path) != after.get(path)]
 
 
-def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor's elements lie in memory that others may share."""
-    return tensor.layout == torch.strided and tensor.device.type != "meta"
-
-
-def module_globals(
-    kind: type, modules: Mapping[str, types.ModuleType] | None = None
-) -> dict[str, object]:
-    """The global variables that may hold state, of a class's module and others.
-
-    Args:
-        kind: the class.
-        modules: modules by name, as of `modules_around`; without, the class's own.
-
-    Returns:
-        Modules by dotted name; one that is named like a root has the name of its file in it.
-    """
-    name = kind.__module__
-    own = sys.modules.get(name)
-    if own is None:
-        return {}
-    modules = {name: own, **(modules or {})}
-    return {
-        f"{f'{name}.py' if name in ('task', 'model') else name}.{variable}": value
-        for name, module in modules.items()
-        for variable, value in list(vars(module).items())
-        if not variable.startswith("__") and _may_hold_state(value, modules)
-    }
-
-
-def _may_hold_state(value: object, modules: Mapping[str, object]) -> bool:
-    kind = type(value)
-    if kind in _STATEFUL_TYPES:  # most of them
-        return True
-    if isinstance(value, type):
-        return value.__module__ in modules
-    return isinstance(value, _STATEFUL) or kind.__module__ in modules or has_text(value)
-
-
 class Walk:
     """Visits what can be reached from some objects: each once, depth first, up to a bound.
 
@@ -184,121 +124,141 @@ class Walk:
         self._known = {id(t) for m in modules for t in (*m.parameters(), *m.buffers())}
         waiting = list(roots.items())[::-1]
         while waiting:
-            path, value = waiting.pop()
-            if type(value) in _PLAIN_TYPES:  # half of all
-                self.texts[path] = short(repr(value))
-                continue
-            parts: list[tuple[str, object]] = []
             with suppress(Exception):  # foreign properties, lengths and texts may raise any
-                parts.extend(self._visit(path, value))
-            waiting += [(_bounded(path + name), part) for name, part in reversed(parts)]
+                self._visit_all(waiting)
 
-    def _visit(self, path: str, value: object) -> Iterable[tuple[str, object]]:
-        if isinstance(value, _PLAIN):
+    def _visit_all(self, waiting: list[tuple[str, object]]) -> None:
+        while waiting:
+            path, value = waiting.pop()
+            kind = type(value)
+            if kind in _PLAIN_TYPES:  # half of all
+                self.texts[path] = short(repr(value))
+            elif kind is not types.FunctionType or not self._is_empty(value):  # half of the rest
+                parts = [*self._visit(path, value)]
+                waiting += [(_bounded(path + name), part) for name, part in parts[::-1]]
+
+    def _is_empty(self, function: Any) -> bool:
+        """Whether a function has no parts."""
+        defaults = function.__defaults__ or function.__kwdefaults__
+        return not (function.__closure__ or defaults or vars(function))
+
+    def _visit(self, path: str, value: Any) -> Iterable[tuple[str, object]]:
+        about = _about(type(value))
+        if about.is_plain:
             self.texts[path] = short(repr(value))
             return ()
-        if id(value) in self._seen or len(self._seen) >= _MOST_OBJECTS:
-            return ()
-        if type(value) in _BUILT_IN:
-            self._seen[id(value)] = value
-            if type(value) is not tuple:
-                self.containers[path] = value
-            return _children(value)
-        if type(value) is types.FunctionType:  # half of the rest, and few of them keep anything
-            if is_library(value.__module__):
-                return ()
-            self._seen[id(value)] = value
-            return _parts_of_function(value)
-        if _is_opaque(value):
+        if id(value) in self._seen or len(self._seen) >= _MOST_OBJECTS or about.is_opaque(value):
             return ()
         self._seen[id(value)] = value  # kept alive, so that no other object gets its id
-        if isinstance(value, GENERATORS):
+        if about.is_generator:
             self.generators[path] = value
-        if _is_of_own_class(value):
+        if about.is_own:
             self.objects[path] = value
-        if isinstance(value, _CONTAINERS) and id(value) not in self._known:
+        is_known = about.is_tensor and id(value) in self._known
+        if about.is_container and not is_known:
             self.containers[path] = value
-        text = leaf(value, self._most_bytes)
-        if text is not None and id(value) not in self._known:
+        text = about.text(value, self._most_bytes) if about.text else None
+        if text is not None and not is_known:
             self.texts[path] = text
-            if isinstance(value, Tensor):
+            if about.is_tensor:
                 self.tensors[path] = value
-        if text is None or isinstance(value, Tensor):
-            self._seen |= {id(kind): kind for kind in type(value).__mro__}  # their state is in it
-            return _children(value)
+        if text is None or about.is_tensor:
+            self._seen |= about.bases  # their state is in it
+            return about.parts(value)
         return ()
 
 
-def _is_opaque(value: object) -> bool:
-    if isinstance(value, _OPAQUE) or (isinstance(value, GENERATORS) and is_global(value)):
-        return True
-    if isinstance(value, type):
-        return is_library(value.__module__)
-    if isinstance(value, (threading.local, *_WEAK)) or has_text(value):
-        return False
-    if isinstance(value, types.MethodType):  # hooks of the engine's own
-        return str(value.__module__).startswith("lockstep.engine.")
-    module = type(value).__module__
-    if module.startswith(_OF_ENGINE):  # a model in slices or stages refers to them
-        return not module.startswith("lockstep.engine.task")
-    return module.partition(".")[0] in _OPAQUE_MODULES
+_Parts = Callable[[Any], Iterable[tuple[str, object]]]
 
 
-def _is_of_own_class(value: object) -> bool:
-    """Whether it is an object of a class that a user has written in Python."""
-    if isinstance(value, (type, types.FunctionType, types.MethodType, Tensor, BaseModel)):
-        return False
-    kind = type(value)
-    return bool(kind.__flags__ & _HEAP_TYPE) and not is_library(kind.__module__)
+class _About(NamedTuple):
+    """What the type of objects says of them.
+
+    Attributes:
+        is_plain: whether an object is a number or a text.
+        is_opaque: whether nothing of an object is looked at.
+        is_own: whether they are of a class that a user has written in Python.
+        is_generator: whether they are random generators.
+        is_tensor: whether they are tensors.
+        is_container: whether passes may keep something in them.
+        text: see `text_of`.
+        parts: what an object is made of, each with what is to be added to its path.
+        bases: addresses of the type and of its bases, without those of libraries.
+    """
+
+    is_plain: bool
+    is_opaque: Callable[[Any], bool]
+    is_own: bool
+    is_generator: bool
+    is_tensor: bool
+    is_container: bool
+    text: Callable[[Any, int], str | None] | None
+    parts: _Parts
+    bases: Mapping[int, None]
 
 
-def _children(value: object) -> Iterator[tuple[str, object]]:
-    """What an object is made of, each with what is to be added to its path."""
-    if isinstance(value, _COLLECTIONS) and type(value) not in _BUILT_IN:
-        yield from ((f".{name}", child) for name, child in _attributes(value).items())
-    if isinstance(value, dict):  # other mappings may be files
-        yield "!", f"{dict.__len__(value)}{KEYS}"
-        yield from ((f"[{_key(k)}]", v) for k, v in _items(value))
-    elif isinstance(value, (list, tuple, deque)):
-        base: Any = next(b for b in (list, tuple, deque) if isinstance(value, b))
+_ABOUT: weakref.WeakKeyDictionary[type, _About] = weakref.WeakKeyDictionary()
+
+
+def _about(kind: type) -> _About:
+    known = _ABOUT.get(kind)  # to ask a type again for each object would take twice as long
+    if known is None:
+        known = _ABOUT[kind] = _About(
+            is_plain=issubclass(kind, _PLAIN),
+            is_opaque=_opaque(kind),
+            is_own=bool(kind.__flags__ & _HEAP_TYPE)
+            and not (is_library(kind.__module__) or issubclass(kind, (type, Tensor, BaseModel))),
+            is_generator=issubclass(kind, GENERATORS),
+            is_tensor=issubclass(kind, Tensor),
+            is_container=issubclass(kind, _CONTAINERS),
+            text=text_of(kind),
+            parts=_parts(kind),
+            bases={id(base): None for base in kind.__mro__ if not is_library(base.__module__)},
+        )
+    return known
+
+
+def _opaque(kind: type) -> Callable[[Any], bool]:
+    """Tells of an object of a type whether nothing of it is looked at."""
+    if issubclass(kind, GENERATORS):
+        return is_global
+    if issubclass(kind, (type, types.FunctionType)):
+        return lambda value: is_library(value.__module__)
+    if issubclass(kind, types.MethodType):  # hooks of the engine's own
+        return lambda value: str(value.__module__).startswith("lockstep.engine.")
+    module = kind.__module__
+    if issubclass(kind, (threading.local, *WEAK)) or has_text(kind):
+        is_opaque = False
+    elif module.startswith(_OF_ENGINE):  # a model in slices or stages refers to them
+        is_opaque = not module.startswith("lockstep.engine.task")
+    else:
+        is_opaque = issubclass(kind, _OPAQUE) or module.partition(".")[0] in _OPAQUE_MODULES
+    return lambda value: is_opaque
+
+
+def _parts(kind: type) -> _Parts:
+    parts = next(parts for kinds, parts in _PARTS if issubclass(kind, kinds))
+    if issubclass(kind, _COLLECTIONS) and kind not in _BUILT_IN:
+        return lambda value: [*_named(_attributes(value)), *parts(value)]
+    return parts
+
+
+def _named(parts: Mapping[str, object]) -> list[tuple[str, object]]:
+    return [(f".{name}", part) for name, part in parts.items()]
+
+
+def _parts_of_sequence(base: Any) -> _Parts:
+    def parts(value: Any) -> Iterator[tuple[str, object]]:
         count = base.__len__(value)
         yield "!", count
         yield from ((f"[{i}]", base.__getitem__(value, i)) for i in _ends(count))
-    elif isinstance(value, np.ndarray):
-        yield from ((f"[{i}]", value.flat[i]) for i in _ends(value.size))
-    elif isinstance(value, (set, frozenset)):
-        yield "!", len(value)
-    elif isinstance(value, types.GeneratorType):
-        frame = value.gi_frame
-        yield "!", frame.f_lasti if frame else None
-        yield from ((f".{name}", part) for name, part in (frame.f_locals if frame else {}).items())
-    elif isinstance(value, _ITERATORS):
-        yield ".__reduce__", value.__reduce__()[1:]  # without the function that makes one of it
-    elif isinstance(value, threading.local):
-        own = value.__dict__ | _attributes(value)  # the first is of this thread
-        yield from ((f".{name}", part) for name, part in own.items())
-    elif isinstance(value, contextvars.ContextVar):
-        yield ".get()", value.get(None)
-    elif isinstance(value, _WEAK):
-        yield "!", f"{len(value)}{KEYS}"
-        yield from ((f"[{i}]", part) for i, part in enumerate(value.values()))
-    elif isinstance(value, functools._lru_cache_wrapper):
-        yield from ((f".{name}", part) for name, part in _attributes(value).items())
-        yield ".cache", _cached(value)
-    elif isinstance(value, functools.partial):
-        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
-    elif isinstance(value, types.BuiltinMethodType):
-        yield "", value.__self__  # a module's, or of a generator: `rng.random`
-    elif isinstance(value, types.MethodType):
-        yield from (("", value.__self__), ("", value.__func__))
-    elif isinstance(value, (staticmethod, classmethod)):
-        yield "", value.__func__
-    elif isinstance(value, property):
-        yield "", value.fget
-    elif isinstance(value, type):
-        yield from ((f".{name}", child) for name, child in own_attributes(value).items())
-    else:
-        yield from ((f".{name}", child) for name, child in _attributes(value).items())
+
+    return parts
+
+
+def _parts_of_generator(value: types.GeneratorType[Any, Any, Any]) -> list[tuple[str, object]]:
+    frame = value.gi_frame
+    return [("!", frame.f_lasti), *_named(frame.f_locals)] if frame else [("!", None)]
 
 
 def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, object]]:
@@ -307,7 +267,40 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, obje
         yield from ((f".{name}", _content(cell)) for name, cell in cells)
     if function.__defaults__ or function.__kwdefaults__:
         yield ".__defaults__", (function.__defaults__, function.__kwdefaults__)
-    yield from ((f".{name}", child) for name, child in vars(function).items())
+    yield from _named(vars(function))
+
+
+_PARTS: tuple[tuple[Any, _Parts], ...] = (
+    (dict, lambda value: [  # other mappings may be files
+        ("!", f"{dict.__len__(value)}{KEYS}"), *((f"[{_key(k)}]", v) for k, v in _items(value))
+    ]),
+    *((base, _parts_of_sequence(base)) for base in (list, tuple, deque)),
+    (np.ndarray, lambda value: [(f"[{i}]", value.flat[i]) for i in _ends(value.size)]),
+    ((set, frozenset), lambda value: [("!", len(value))]),
+    (types.GeneratorType, _parts_of_generator),
+    # Without the function that makes one of it.
+    (ITERATORS, lambda value: [(".__reduce__", value.__reduce__()[1:])]),
+    (threading.local, lambda value: _named(value.__dict__ | _attributes(value))),  # this thread's
+    (contextvars.ContextVar, lambda value: [(".get()", value.get(None))]),
+    (WEAK, lambda value: [
+        ("!", f"{len(value)}{KEYS}"), *((f"[{i}]", v) for i, v in enumerate(value.values()))
+    ]),
+    (functools._lru_cache_wrapper, lambda value: [
+        *_named(_attributes(value)), (".cache", results_kept(value))
+    ]),
+    (functools.partial, lambda value: [
+        (".func", value.func), (".args", value.args), (".keywords", value.keywords)
+    ]),
+    (types.FunctionType, _parts_of_function),
+    # A module's, or of a generator: `rng.random`.
+    (types.BuiltinMethodType, lambda value: [("", value.__self__)]),
+    (types.MethodType, lambda value: [("", value.__self__), ("", value.__func__)]),
+    ((staticmethod, classmethod), lambda value: [("", value.__func__)]),
+    (property, lambda value: [("", value.fget)]),
+    (type, lambda value: _named(own_attributes(value))),
+    (object, lambda value: _named(_attributes(value))),
+)  # fmt: skip
+"""What objects are made of, each with what is to be added to its path; by type."""
 
 
 def _attributes(value: object) -> dict[str, object]:
@@ -324,7 +317,8 @@ def _attributes(value: object) -> dict[str, object]:
             parts |= inside
         parts = {name: part for name, part in parts.items() if name not in HOOKS or part}
     for kind in type(value).__mro__:
-        parts |= _slots(kind, value)
+        if "__slots__" in vars(kind):
+            parts |= _slots(kind, value)
         if not is_library(kind.__module__):
             own = own_attributes(kind)
             overridden = {n: v for n, v in own.items() if n in parts and callable(v)}
@@ -350,22 +344,11 @@ def own_attributes(kind: type) -> dict[str, object]:
 def _slots(kind: type, value: object) -> dict[str, object]:
     slots: dict[str, object] = {}
     # Types of C have descriptors of their own, which may compute; only Python's are read.
-    for name, slot in vars(kind).items() if "__slots__" in vars(kind) else ():
+    for name, slot in vars(kind).items():
         if isinstance(slot, types.MemberDescriptorType):
             with suppress(AttributeError):  # not assigned yet
                 slots[name] = slot.__get__(value)
     return slots
-
-
-def _cached(function: Any) -> list[object]:
-    """The results that a function of `functools.lru_cache` keeps, some with their keys."""
-    held = gc.get_referents(function)
-    dicts = [i for i, part in enumerate(held) if type(part) is dict and part is not vars(function)]
-    if function.cache_parameters()["maxsize"] is None:
-        return list(held[dicts[0]].values())
-    # A dict of links follows what they lead to: key, result and the type of each link.
-    links = [i for i in dicts if all(type(v).__name__ == _LINK for v in held[i].values())]
-    return [part for part in held[: links[-1]] if not isinstance(part, type)]
 
 
 def _content(cell: types.CellType) -> object:

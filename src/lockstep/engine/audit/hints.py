@@ -16,8 +16,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.data.loader import BatchSource
-from lockstep.engine.audit.hidden_state import Walk, has_memory, module_globals
-from lockstep.engine.audit.reachable import codes, modules_around
+from lockstep.engine.audit.hidden_state import Walk
+from lockstep.engine.audit.reachable import codes, has_memory, module_globals, modules_around
 from lockstep.engine.evaluation.evaluation import eval_mode
 from lockstep.engine.passes.buffers import KeptBuffers, tensor_places
 from lockstep.engine.passes.compute import Compute

@@ -111,6 +111,9 @@ class _Holders(Walk):
         self.found: list[tuple[str, str, Any]] = []
         super().__init__(roots, without)
 
+    def _is_empty(self, function: object) -> bool:
+        return False  # it may get attributes
+
     def _visit(self, path: str, value: object) -> Iterable[tuple[str, object]]:
         kinds = [k for k in type(value).__mro__ if id(k) not in self._seen]
         num_seen = len(self._seen)

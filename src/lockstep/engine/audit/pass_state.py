@@ -24,9 +24,9 @@ from lockstep.config import TrainConfig
 from lockstep.data.attributes import AttributeGuard, PassAttribute
 from lockstep.data.passes import is_stream
 from lockstep.data.sampler import BatchLayout
-from lockstep.engine.audit.hidden_state import Walk, hidden_state, module_globals
+from lockstep.engine.audit.hidden_state import Walk, hidden_state
 from lockstep.engine.audit.lasting_values import Caches
-from lockstep.engine.audit.reachable import MOST_BYTES, modules_around
+from lockstep.engine.audit.reachable import MOST_BYTES, module_globals, modules_around
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.task_config import is_scratch, length_reads, outside, scratch_paths
 from lockstep.errors import TaskError

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import array
+import contextvars
 import ctypes
 import dis
 import functools
+import gc
 import hashlib
 import io
 import itertools
 import mmap
 import os
 import sys
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from types import (
     BuiltinFunctionType,
+    BuiltinMethodType,
     CodeType,
     FunctionType,
+    GeneratorType,
     MappingProxyType,
     MethodType,
     ModuleType,
@@ -39,19 +45,37 @@ MEMORY = (memoryview, mmap.mmap, ctypes.Array, ctypes.Structure, ctypes._SimpleC
 STREAMS = (io.BytesIO, io.StringIO)
 """Types of files that are in memory."""
 
-_BY_MODULE: Mapping[str, Callable[[Any], str]] = MappingProxyType(
+ITERATORS: tuple[type[Any], ...] = (
+    type(iter([])), type(iter(())), type(iter(range(0))), type(iter("")), type(iter({})),
+    type(iter({}.values())), type(iter({}.items())), type(iter(set())), type(reversed([])),
+    reversed, zip, map, filter, enumerate, itertools.chain, itertools.cycle, itertools.islice,
+    itertools.repeat, itertools.accumulate, itertools.starmap, itertools.takewhile,
+    itertools.dropwhile, itertools.compress, itertools.product, itertools.permutations,
+)  # fmt: skip
+"""Types of iterators whose position can be read, since they can be pickled."""
+WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+_BY_MODULE: Mapping[str, Callable[[Any, int], str]] = MappingProxyType(
     {
         **dict.fromkeys(
             ("_hashlib", "_blake2", "_md5", "_sha1", "_sha2", "_sha256", "_sha512", "_sha3"),
-            lambda value: str(value.hexdigest()),
+            lambda value, _: str(value.hexdigest()),
         ),
-        "sqlite3": lambda connection: str(connection.total_changes),
-        "multiprocessing.sharedctypes": lambda value: _memory(value.get_obj(), MOST_BYTES),
+        "sqlite3": lambda connection, _: str(connection.total_changes),
+        "multiprocessing.sharedctypes": lambda value, most: _memory(value.get_obj(), most),
         # Frozen, and a third of what is reached from most tasks.
-        "lockstep.config.sections": lambda section: short(repr(vars(section))),
+        "lockstep.config.sections": lambda section, _: short(repr(vars(section))),
     }
 )
 """Texts for objects of these modules: sums so far, changes of a database, shared values, keys."""
+_STATEFUL = (
+    int, float, np.generic, bytearray, array.array, Tensor, np.ndarray, list, dict, set, deque,
+    itertools.count, GeneratorType, FunctionType, MethodType, BuiltinMethodType, functools.partial,
+    functools._lru_cache_wrapper, contextvars.ContextVar, threading.local, *ITERATORS, *WEAK,
+    *MEMORY, *STREAMS, *GENERATORS,
+)  # fmt: skip
+"""Types of a script's global variables that are looked at, beside objects of its classes."""
+_STATEFUL_TYPES = frozenset(_STATEFUL)
+_LINK = "_lru_list_elem"
 _DEPTH = 8
 _MOST_MODULES = 50
 """Modules of which what they refer to is looked at."""
@@ -68,36 +92,28 @@ _OPAQUE = (
 )  # fmt: skip
 
 
-def leaf(value: object, most_bytes: int = MOST_BYTES) -> str | None:
-    """A text for objects without parts of their own, and for tensors; None for all others.
+def text_of(kind: type) -> Callable[[Any, int], str | None] | None:
+    """A function that has texts for objects without parts of their own, and for tensors.
 
     Args:
-        value: the object.
-        most_bytes: number of bytes of an array that are hashed; those of a larger one are evenly
-            spread.
+        kind: type of the objects.
+
+    Returns:
+        None for all other objects. The function takes one of them, and the number of bytes of an
+        array that are hashed; those of a larger one are evenly spread.
     """
-    if isinstance(value, Tensor):
-        return _tensor(value, most_bytes)
-    if isinstance(value, np.ndarray):
-        return None if value.dtype == object else _array(value, most_bytes)
-    if isinstance(value, (bytes, bytearray, array.array)):
-        stride = max(1, len(value) // most_bytes)
-        return f"{len(value)} {short(bytes(value[::stride]))}"
-    if isinstance(value, GENERATORS):
-        return short(repr(generator_state(value)))
-    if isinstance(value, (itertools.count, range, slice)):
-        return repr(value)
-    if isinstance(value, MEMORY):
-        return _memory(value, most_bytes)
-    if isinstance(value, STREAMS):
-        return f"{value.tell()} {short(value.getvalue())}"
-    text = _BY_MODULE.get(type(value).__module__)
-    return None if text is None else text(value)
+    texts = (text for kinds, text in _TEXTS if issubclass(kind, kinds))
+    return next(texts, _BY_MODULE.get(kind.__module__))
 
 
-def has_text(value: object) -> bool:
-    """Whether `leaf` has a text for an object of another module's type."""
-    return isinstance(value, STREAMS) or type(value).__module__ in _BY_MODULE
+def has_text(kind: type) -> bool:
+    """Whether `text_of` knows a text for another module's type."""
+    return issubclass(kind, STREAMS) or kind.__module__ in _BY_MODULE
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor's elements lie in memory that others may share."""
+    return tensor.layout == torch.strided and tensor.device.type != "meta"
 
 
 def _memory(value: Any, most_bytes: int) -> str:
@@ -108,7 +124,7 @@ def _memory(value: Any, most_bytes: int) -> str:
 
 
 def _tensor(value: Tensor, most_bytes: int) -> str:
-    if value.layout != torch.strided or value.device.type == "meta":
+    if not has_memory(value):
         return f"{value.layout} {tuple(value.shape)} {value._version}"
     if value.numel() and not value.untyped_storage().nbytes():
         return f"{value.dtype} {tuple(value.shape)} without memory"  # a view of a closed block
@@ -125,12 +141,25 @@ def _tensor(value: Tensor, most_bytes: int) -> str:
     return f"{value.dtype} {tuple(value.shape)} {digest}"
 
 
-def _array(value: np.ndarray[Any, Any], most_bytes: int) -> str:
+def _array(value: np.ndarray[Any, Any], most_bytes: int) -> str | None:
+    if value.dtype == object:
+        return None
     if value.dtype.hasobject:
         return f"{value.dtype} {value.shape}"
     flat = value.reshape(-1) if value.flags.c_contiguous else value.flat
     stride = max(1, value.nbytes // most_bytes)
     return f"{value.dtype} {value.shape} {short(flat[::stride].tobytes())}"
+
+
+_TEXTS: tuple[tuple[Any, Callable[[Any, int], str | None]], ...] = (
+    (Tensor, _tensor),
+    (np.ndarray, _array),
+    (GENERATORS, lambda value, _: short(repr(generator_state(value)))),
+    ((itertools.count, range, slice), lambda value, _: repr(value)),
+    ((bytes, bytearray, array.array, *MEMORY), _memory),
+    (STREAMS, lambda value, _: f"{value.tell()} {short(value.getvalue())}"),
+)
+"""Texts for objects of these types."""
 
 
 def short(value: str | bytes) -> str:
@@ -275,6 +304,40 @@ def modules_around(kinds: Iterable[type], with_folders: bool = True) -> dict[str
     return found
 
 
+def module_globals(
+    kind: type, modules: Mapping[str, ModuleType] | None = None
+) -> dict[str, object]:
+    """The global variables that may hold state, of a class's module and others.
+
+    Args:
+        kind: the class.
+        modules: modules by name, as of `modules_around`; without, the class's own.
+
+    Returns:
+        Modules by dotted name; one that is named like a root has the name of its file in it.
+    """
+    name = kind.__module__
+    own = sys.modules.get(name)
+    if own is None:
+        return {}
+    modules = {name: own, **(modules or {})}
+    return {
+        f"{f'{name}.py' if name in ('task', 'model') else name}.{variable}": value
+        for name, module in modules.items()
+        for variable, value in list(vars(module).items())
+        if not variable.startswith("__") and _may_hold_state(value, modules)
+    }
+
+
+def _may_hold_state(value: object, modules: Mapping[str, object]) -> bool:
+    kind = type(value)
+    if kind in _STATEFUL_TYPES:  # most of them
+        return True
+    if isinstance(value, type):
+        return value.__module__ in modules
+    return isinstance(value, _STATEFUL) or kind.__module__ in modules or has_text(kind)
+
+
 def _home(value: object) -> str:
     """Name of the module that a global variable is, or that its function or class is from."""
     if isinstance(value, ModuleType):
@@ -315,6 +378,17 @@ def cached_functions(
         for name, value in list(vars(owner).items()):
             if isinstance(value, functools._lru_cache_wrapper):
                 yield owner, name, value
+
+
+def results_kept(function: Any) -> list[object]:
+    """The results that a function of `functools.lru_cache` keeps, some with their keys."""
+    held = gc.get_referents(function)
+    dicts = [i for i, part in enumerate(held) if type(part) is dict and part is not vars(function)]
+    if function.cache_parameters()["maxsize"] is None:
+        return list(held[dicts[0]].values())
+    # A dict of links follows what they lead to: key, result and the type of each link.
+    links = [i for i in dicts if all(type(v).__name__ == _LINK for v in held[i].values())]
+    return [part for part in held[: links[-1]] if not isinstance(part, type)]
 
 
 def is_library(module: object) -> bool:

@@ -20,11 +20,10 @@ from lockstep.engine.audit.hidden_state import (
     Walk,
     differing,
     hidden_state,
-    module_globals,
     own_attributes,
 )
 from lockstep.engine.audit.pass_state import SETTINGS, PassState, is_check_due, named, remedy
-from lockstep.engine.audit.reachable import cached_functions, is_library
+from lockstep.engine.audit.reachable import cached_functions, is_library, module_globals
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.task_config import is_scratch, outside, rebuilt
 from lockstep.errors import TaskError, shared

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, optim
 
 from lockstep.data.random import global_state, seed_all
-from lockstep.engine.audit.hidden_state import hidden_state, module_globals
+from lockstep.engine.audit.hidden_state import hidden_state
+from lockstep.engine.audit.reachable import module_globals
 from lockstep.engine.flat_tensors import FlatTensors, Slice, storages
 from lockstep.engine.optimizer import fast_steps
 from lockstep.engine.optimizer.choice import (
@@ -282,10 +283,9 @@ class FlatOptimizer:
         """State of optimizers' code beside their objects, in some steps: globals and closures."""
         if self._num_steps & (self._num_steps - 1):
             return {}
-        roots: dict[str, object] = {}
-        for kind in {type(one) for one in stepping_in(optimizer).values() if may_draw(one)}:
-            roots |= {kind.__name__: kind} | module_globals(kind)
-        return hidden_state(roots)
+        kinds = {type(one) for one in stepping_in(optimizer).values() if may_draw(one)}
+        found = ({kind.__name__: kind} | module_globals(kind) for kind in kinds)
+        return hidden_state({path: value for there in found for path, value in there.items()})
 
     @property
     def optimizer(self) -> optim.Optimizer:

@@ -18,16 +18,15 @@ from torch import Tensor, nn
 
 from lockstep.data.loader import BatchSource
 from lockstep.data.random import IdleGenerators, data_digest, global_state, seed_all
-from lockstep.engine.audit.hidden_state import (
-    Walk,
-    differing,
-    has_memory,
-    hidden_state,
-    module_globals,
-)
+from lockstep.engine.audit.hidden_state import Walk, differing, hidden_state
 from lockstep.engine.audit.hints import shards_explained
 from lockstep.engine.audit.pass_state import named, remedy
-from lockstep.engine.audit.reachable import attributes_read, modules_around
+from lockstep.engine.audit.reachable import (
+    attributes_read,
+    has_memory,
+    module_globals,
+    modules_around,
+)
 from lockstep.engine.carry import Carries
 from lockstep.engine.digests import checksum, tensors_digest
 from lockstep.engine.evaluation.evaluation import Evaluation
