@@ -145,8 +145,9 @@ def sizes_of_replicas(size: int, num_shards: int) -> list[tuple[int, int]]:
         size: number of ranks.
         num_shards: number of shards of each layer that is cut.
     """
-    pairs = [(n // tp, tp) for n in range(1, size + 1) for tp in range(1, n + 1) if n % tp == 0]
-    return [(pp, tp) for pp, tp in pairs if size % (pp * tp) == 0 and tp <= num_shards]
+    of_size = [n for n in range(1, size + 1) if size % n == 0]
+    pairs = [(n // tp, tp) for n in of_size for tp in of_size if n % tp == 0]
+    return [(pp, tp) for pp, tp in pairs if tp <= num_shards]
 
 
 def rearranged(kept: Sequence[int], num_columns: int) -> tuple[int, ...]:
