@@ -72,7 +72,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_run_has_the_bits_of_the_cpu_and_waits_once(
     cases: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    names = ("counted", "user-sharded", "adafactor", "lbfgs", "tables", "carry", "batch-loss")
+    names = ("counted", "user-sharded", "adafactor", "tables", "carry", "batch-loss")
     found = cases("cpu,accelerator,manners", *names, "changing")
     full, fuller = (found.pop(name)[0] for name in list(found) if name.startswith("full"))
     assert re.match(

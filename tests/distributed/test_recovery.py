@@ -544,7 +544,7 @@ def test_a_signal_from_outside(lockstep, tmp_path, reference, launcher, name, sl
     argv += ["--launcher", launcher]
     slower = to_env([PlannedFault(2, step, "compute", "slow") for step in range(6, 13)])
     child = subprocess.Popen(
-        [*map(str, argv), *CONFIG], cwd=tmp_path, env=environment(cold=True, **slower),
+        [*map(str, argv), *CONFIG], cwd=tmp_path, env=environment(**slower),
         stdout=subprocess.DEVNULL,
     )  # fmt: skip
     try:

@@ -142,7 +142,7 @@ def test_others_see_whole_checkpoints_only(shelf, command, tmp_path, monkeypatch
         if name.endswith("manifest.json"):
             (whole.discard if name.startswith("-") else whole.add)(name.removeprefix("-"))
             assert whole, "the only checkpoint was removed"
-    for last in {*range(0, uploads, 12), *manifests[-2:]}:
+    for last in {*range(0, uploads, 24), *manifests[-2:]}:
         shelf.store.clear()
         shelf.calls.clear()
         another_machine(monkeypatch, tmp_path)
@@ -317,7 +317,8 @@ def s3(monkeypatch, tmp_path):
     """The variables of a server of S3's protocol, with a bucket of the name `bucket`."""
     moto = pytest.importorskip("moto.server")
     boto3 = pytest.importorskip("boto3")
-    pytest.importorskip("s3fs")
+    s3fs = pytest.importorskip("s3fs")
+    s3fs.S3FileSystem.clear_instance_cache()  # those of another test's server
     server = moto.ThreadedMotoServer("127.0.0.1", 0)
     server.start()
     host, port = server.get_host_and_port()

@@ -23,6 +23,7 @@ _PRELOADED = (
     "lockstep.systems.ufs.cli", "lockstep.systems.sketched.conversion",
     "lockstep.comm.torchdist.elastic_transport", "lockstep.hooks", "rich._emoji_codes",
     "encodings.idna", "pydantic.dataclasses", "torch._subclasses.schema_check_mode",
+    "pytest", "hypothesis",  # scripts have tasks from modules of tests
 )  # fmt: skip
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _SITE = os.path.join(os.path.dirname(__file__), "site")
