@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -212,6 +213,26 @@ class Memo(Scaled):
 def test_what_no_step_needs_may_stay(tmp_path: Path) -> None:
     plain = run(tmp_path / "plain", Scaled())
     assert run(tmp_path / "memo", Memo()).params_sha256 == plain.params_sha256
+
+
+class Hostile:
+    """Has no attribute that can be read."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+class Proxied(Scaled):
+    """Holds objects that say they are of another class, and one that says nothing."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.others = [Mock(spec=dict), Mock(spec=torch.Tensor), Mock(spec=[]), Hostile()]
+
+
+def test_objects_that_seem_what_they_are_not_may_be_held(tmp_path: Path) -> None:
+    plain = run(tmp_path / "plain", Scaled())
+    assert run(tmp_path / "proxied", Proxied()).params_sha256 == plain.params_sha256
 
 
 class Needed(Scaled):

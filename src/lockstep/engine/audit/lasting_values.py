@@ -118,7 +118,8 @@ class _Holders(Walk):
         kinds = [k for k in type(value).__mro__ if id(k) not in self._seen]
         num_seen = len(self._seen)
         parts = super()._visit(path, value)
-        if len(self._seen) > num_seen:
+        # A proxy, or a mock, only seems to be a container.
+        if len(self._seen) > num_seen and value.__class__ is type(value):
             self.found.append((path, "[" if isinstance(value, dict) else ".", value))
             # An object's class has what the object seems to have.
             self.found += [(path, ".", kind) for kind in kinds if not is_library(kind.__module__)]
