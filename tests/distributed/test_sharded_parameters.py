@@ -224,7 +224,9 @@ def test_an_error_in_an_evaluation_ends_all_ranks(train_on, tmp_path, launcher):
 @pytest.mark.slow
 def test_all_ranks_go_on_when_the_disk_is_full_in_the_middle_of_a_checkpoint(train_on, tmp_path):
     target = TASK.replace(":Deep", ":Limited")
-    ended = train_on(tmp_path / "run", 3, PARAMETERS, target=target)
+    ended = train_on(
+        tmp_path / "run", 3, PARAMETERS, "checkpoint.file_bytes=1_000_000", target=target
+    )
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert "the checkpoint of step 4 could not be written" in ended.stdout
     assert "the last checkpoint could not be written" in ended.stderr
