@@ -38,6 +38,13 @@ def _only_what_evaluations_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(NAME, "1")  # and takes it away again
 
 
+class Seeming:
+    """Says that it is a dict."""
+
+    factor = 1.0
+    __class__ = property(lambda self: dict)  # type: ignore[assignment]
+
+
 class Scaled(CountsSteps):
     """What `change` does once, in an evaluation, `factor` may make something of."""
 
@@ -48,6 +55,7 @@ class Scaled(CountsSteps):
         self.factors, self.listed = {"now": 1.0}, [1.0]
         self.criterion = nn.CrossEntropyLoss(reduction="sum")
         self.tensor = torch.ones(1)
+        self.proxy = Seeming()
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 2))
@@ -125,6 +133,9 @@ CHANGES: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], float]]] = {
     f"os.environ['{NAME}']": (
         lambda task, model: os.environ.update({NAME: "0.5"}),
         lambda task: float(os.environ.get(NAME, "1")),
+    ),
+    "task.proxy.factor": (
+        lambda task, model: setattr(task.proxy, "factor", 0.5), lambda task: task.proxy.factor,
     ),
     "model.2.p": (lambda task, model: setattr(model[2], "p", 0.5), lambda task: 1.0),
     "model.1.momentum": (lambda task, model: setattr(model[1], "momentum", 0.9), lambda task: 1.0),
@@ -222,12 +233,17 @@ class Hostile:
         raise RuntimeError(name)
 
 
+HOSTILE = Hostile()
+
+
 class Proxied(Scaled):
     """Holds objects that say they are of another class, and one that says nothing."""
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
         self.others = [Mock(spec=dict), Mock(spec=torch.Tensor), Mock(spec=[]), Hostile()]
+        self.other, self.table, self.kind = Hostile(), Mock(spec=dict), Mock(spec=type)
+        self.module, self.weight = Mock(spec=nn.Module), Mock(spec=torch.Tensor)
 
 
 def test_objects_that_seem_what_they_are_not_may_be_held(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ class Walk:
         self.objects: dict[str, object] = {}
         self.containers: dict[str, object] = {}
         self._seen: dict[int, object] = {id(value): value for value in without}
-        modules = [root for root in roots.values() if isinstance(root, nn.Module)]
+        modules: list[Any] = [r for r in roots.values() if issubclass(type(r), nn.Module)]
         self._known = {id(t) for m in modules for t in (*m.parameters(), *m.buffers())}
         waiting = list(roots.items())[::-1]
         while waiting:
@@ -333,7 +333,7 @@ def own_attributes(kind: type) -> dict[str, object]:
         for name, value in vars(kind).items()
         if (not name.startswith("__") and name != "_abc_impl") or type(value) is types.FunctionType
     }
-    watched = [name for name, value in own.items() if isinstance(value, WatchedAttribute)]
+    watched = [name for name, value in own.items() if type(value) is WatchedAttribute]
     for name in watched:
         attribute: Any = own.pop(name)
         if not attribute.is_empty:

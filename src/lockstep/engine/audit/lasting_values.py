@@ -118,12 +118,12 @@ class _Holders(Walk):
         kinds = [k for k in type(value).__mro__ if id(k) not in self._seen]
         num_seen = len(self._seen)
         parts = super()._visit(path, value)
-        # A proxy, or a mock, only seems to be a container.
-        if len(self._seen) > num_seen and value.__class__ is type(value):
-            self.found.append((path, "[" if isinstance(value, dict) else ".", value))
+        if len(self._seen) > num_seen:
+            # By the type, not by `isinstance`: a proxy or a mock only seems to be of a class.
+            self.found.append((path, "[" if issubclass(type(value), dict) else ".", value))
             # An object's class has what the object seems to have.
             self.found += [(path, ".", kind) for kind in kinds if not is_library(kind.__module__)]
-            own = vars(value) if isinstance(value, nn.Module) else {}
+            own = vars(value) if issubclass(type(value), nn.Module) else {}
             self.found += [(path, ".", own[name]) for name in _PARTS if name in own]
             self.found += [(f"{path}.{name}", "[", own[name]) for name in HOOKS if name in own]
         return parts
@@ -198,7 +198,7 @@ class Leftovers:
     def put_back(self) -> None:
         """Give back the values from before, where nothing else has been put there since."""
         for _, holder, key, before, left in self._changes.values():
-            entries = holder if isinstance(holder, dict) else _entries(holder)
+            entries = holder if issubclass(type(holder), dict) else _entries(holder)
             now = entries.get(key, _ABSENT)
             if not _is_same(now, left):
                 continue
@@ -217,34 +217,36 @@ class Leftovers:
 
 def _is_in_one(holder: object) -> bool:
     """Whether the content of a holder is put back in one piece."""
-    return isinstance(holder, _IN_ONE) and not (
+    return issubclass(type(holder), _IN_ONE) and not (
         isinstance(holder, nn.Parameter) or (isinstance(holder, Tensor) and is_released(holder))
     )
 
 
 def _entries(holder: Any) -> dict[Any, Any]:
     """What a holder has, by key or by the name of an attribute; copied where it is in one piece."""
-    if isinstance(holder, dict) or holder is os.environ:
+    kind = type(holder)
+    if issubclass(kind, dict) or holder is os.environ:
         return dict(holder)
     if _is_in_one(holder):
         return {_ALL: _content(holder)}
-    if isinstance(holder, ContextVar):
+    if kind is ContextVar:
         with suppress(LookupError):
             return {_ALL: holder.get()}
-    kind = holder if isinstance(holder, type) else type(holder)
-    if kind.__module__.startswith("lockstep.") and not isinstance(holder, BaseModel):
+    is_config = issubclass(kind, BaseModel)
+    kind = holder if issubclass(kind, type) else kind
+    if kind.__module__.startswith("lockstep.") and not is_config:
         return {}  # the engine's, not a user's
     return {
         name: value
         for name, value in _attributes(holder).items()
-        if not (name.startswith("__") or name == "training" or isinstance(value, WatchedAttribute))
+        if not (name.startswith("__") or name == "training" or type(value) is WatchedAttribute)
         # These are looked after by the guard of attributes.
-        and not any(isinstance(vars(k).get(name), WatchedAttribute) for k in kind.__mro__)
+        and not any(type(vars(k).get(name)) is WatchedAttribute for k in kind.__mro__)
     }
 
 
 def _attributes(holder: object) -> dict[str, Any]:
-    if isinstance(holder, threading.local):
+    if issubclass(type(holder), threading.local):
         return holder.__dict__  # of this thread
     own: dict[str, Any] = {}
     with suppress(AttributeError):  # without `__getattr__`, and without noting that it was read
@@ -253,18 +255,19 @@ def _attributes(holder: object) -> dict[str, Any]:
 
 
 def _put_entry(holder: Any, key: Any, value: Any) -> None:
-    if isinstance(holder, ContextVar):
+    if type(holder) is ContextVar:
         holder.set(None if value is _ABSENT else value)
     elif key is _ALL:
         _put(holder, value)
-    elif isinstance(holder, type):
+    elif issubclass(type(holder), type):
         with suppress(AttributeError, TypeError):  # a class may refuse
             if value is _ABSENT:
                 type.__delattr__(holder, key)
             else:
                 type.__setattr__(holder, key, value)
     else:
-        there = holder if isinstance(holder, (dict, os._Environ)) else _attributes(holder)
+        is_one = issubclass(type(holder), (dict, os._Environ))
+        there = holder if is_one else _attributes(holder)
         if value is _ABSENT:
             there.pop(key, None)
         else:
@@ -273,13 +276,15 @@ def _put_entry(holder: Any, key: Any, value: Any) -> None:
 
 def _is_same(a: Any, b: Any) -> bool:
     """Whether two entries are the same object, or copies that are equal."""
+    if a is b or not issubclass(type(a), (list, Tensor, np.ndarray, str)):
+        return a is b
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(map(is_, a, b))
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a is b or (a.shape == b.shape and same_bits(a, b))
+        return a.shape == b.shape and same_bits(a, b)
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        return a is b or (a.shape == b.shape and a.tobytes() == b.tobytes())
-    return a is b or (isinstance(a, str) and a == b)
+        return a.shape == b.shape and a.tobytes() == b.tobytes()
+    return isinstance(a, str) and bool(a == b)
 
 
 def _size(value: Any) -> int:

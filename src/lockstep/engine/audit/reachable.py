@@ -329,20 +329,21 @@ def module_globals(
     }
 
 
-def _may_hold_state(value: object, modules: Mapping[str, object]) -> bool:
+def _may_hold_state(value: Any, modules: Mapping[str, object]) -> bool:
     kind = type(value)
     if kind in _STATEFUL_TYPES:  # most of them
         return True
-    if isinstance(value, type):
+    if issubclass(kind, type):
         return value.__module__ in modules
-    return isinstance(value, _STATEFUL) or kind.__module__ in modules or has_text(kind)
+    return issubclass(kind, _STATEFUL) or kind.__module__ in modules or has_text(kind)
 
 
-def _home(value: object) -> str:
+def _home(value: Any) -> str:
     """Name of the module that a global variable is, or that its function or class is from."""
-    if isinstance(value, ModuleType):
-        return value.__name__
-    return str((value if isinstance(value, (type, FunctionType)) else type(value)).__module__)
+    kind = type(value)  # `isinstance` would ask a proxy, which may fail
+    if issubclass(kind, ModuleType):
+        return str(value.__name__)
+    return str((value if issubclass(kind, (type, FunctionType)) else kind).__module__)
 
 
 def _is_of_user(name: str) -> bool:
@@ -376,7 +377,7 @@ def cached_functions(
         if is_library(getattr(owner, "__module__", owner.__name__)):
             continue
         for name, value in list(vars(owner).items()):
-            if isinstance(value, functools._lru_cache_wrapper):
+            if type(value) is functools._lru_cache_wrapper:
                 yield owner, name, value
 
 

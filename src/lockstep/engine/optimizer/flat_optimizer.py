@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, optim
 
 from lockstep.data.random import global_state, seed_all
-from lockstep.engine.audit.hidden_state import hidden_state
+from lockstep.engine.audit.hidden_state import differing, hidden_state
 from lockstep.engine.audit.reachable import module_globals
 from lockstep.engine.flat_tensors import FlatTensors, Slice, storages
 from lockstep.engine.optimizer import fast_steps
@@ -236,9 +236,8 @@ class FlatOptimizer:
             optimizer.step(closure)
         else:
             fast_steps.step(optimizer)
-        if outside and (now := self._outside(optimizer)) != outside:
-            moved = next(p for p in {**outside, **now} if outside.get(p) != now.get(p)).rstrip("!")
-            self._moved = f"{moved}: is changed by {type(optimizer).__name__}.step"
+        if outside and (moved := differing(outside, self._outside(optimizer))):
+            self._moved = f"{moved[0].rstrip('!')}: is changed by {type(optimizer).__name__}.step"
         if is_watched and global_state() != before:
             self._drawing = type(optimizer).__name__
 
@@ -283,9 +282,10 @@ class FlatOptimizer:
         """State of optimizers' code beside their objects, in some steps: globals and closures."""
         if self._num_steps & (self._num_steps - 1):
             return {}
-        kinds = {type(one) for one in stepping_in(optimizer).values() if may_draw(one)}
-        found = ({kind.__name__: kind} | module_globals(kind) for kind in kinds)
-        return hidden_state({path: value for there in found for path, value in there.items()})
+        roots: dict[str, object] = {}
+        for kind in {type(one) for one in stepping_in(optimizer).values() if may_draw(one)}:
+            roots |= {kind.__name__: kind} | module_globals(kind)
+        return hidden_state(roots)
 
     @property
     def optimizer(self) -> optim.Optimizer:
